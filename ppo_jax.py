@@ -175,6 +175,8 @@ class PPOConfig:
             value = values[field.name]
             if field.metadata["rule"] == "size" and isinstance(value, float) and value.is_integer():
                 value = int(value)  # 1e6 is a count like any other
+            if field.name in TRACED and type(value) is int:
+                value = float(value)  # or 1 and 1.0 would be compiled apart
             object.__setattr__(self, field.name, tuple(value) if isinstance(value, list) else value)
         check_config(self)
 
@@ -251,6 +253,9 @@ def check_config(config: PPOConfig) -> None:
     if isinstance(config.env, str) and config.env not in gymnax.registered_envs:
         near = closest(config.env, gymnax.registered_envs) or f"; gymnax has {', '.join(gymnax.registered_envs)}"
         raise ConfigError(f"env: {config.env!r} is no environment of gymnax{near}")
+    for name in ("reset", "step", "default_params", "observation_space", "action_space"):
+        if not isinstance(config.env, str) and not hasattr(config.env, name):
+            raise ConfigError(f"env: {config.env!r} has no {name}; it must be a name or have gymnax's interface")
     if config.rollout_size >= 2**30:  # twice that must fit the integers that `shuffle` computes with
         raise ConfigError(f"n_envs: {config.n_envs} times n_steps: {config.n_steps} must be below {2**30} samples")
     if config.rollout_size % config.minibatch_size:
@@ -265,17 +270,15 @@ def check_config(config: PPOConfig) -> None:
             raise ConfigError(f"{name}: {getattr(config, name)!r} is unknown; it must be one of {', '.join(known)}")
 
 
-# What differs from the defaults above, by environment; those without an entry train with the defaults. The entries of
-# CartPole and Pendulum were tuned until every seed solved them, the others follow published settings.
-CARTPOLE = dict(
-    total_timesteps=300_000, n_envs=32, n_steps=32, n_epochs=8, learning_rate=1e-3, anneal_learning_rate=True
-)
-PENDULUM = dict(total_timesteps=400_000, n_envs=16, n_steps=128, batch_size=256, n_epochs=10, gamma=0.9)
+# What differs from the defaults above, by environment; those without an entry train with the defaults. CartPole's and
+# Pendulum's settings were tuned until the tests of learning passed with room; the others are of usual sizes.
+CARTPOLE = dict(total_timesteps=300_000, n_envs=32, n_steps=32, n_epochs=8, gamma=0.98, gae_lambda=0.9)
+CARTPOLE |= dict(learning_rate=1e-3, anneal_learning_rate=True)
 MINATAR = dict(total_timesteps=10_000_000, learning_rate=1e-3, anneal_learning_rate=True, ent_coef=0.01, net_arch=())
 PRESETS: dict[str, dict[str, Any]] = {
     "CartPole-v1": CARTPOLE,
-    "Acrobot-v1": CARTPOLE | dict(total_timesteps=500_000, ent_coef=0.01),
-    "Pendulum-v1": PENDULUM | dict(learning_rate=1e-3, anneal_learning_rate=True),
+    "Acrobot-v1": CARTPOLE | dict(total_timesteps=500_000, gamma=0.99, gae_lambda=0.95, ent_coef=0.01),
+    "Pendulum-v1": CARTPOLE | dict(n_envs=16, n_steps=128, batch_size=256, n_epochs=10, gamma=0.9, gae_lambda=0.95),
     "Asterix-MinAtar": MINATAR,
     "Breakout-MinAtar": MINATAR,
     "Freeway-MinAtar": MINATAR,
@@ -307,7 +310,7 @@ def make_env(config: PPOConfig) -> tuple[Environment, Any]:
     Raises `ConfigError` where the environment can't be made, or has spaces that no policy here serves.
     """
     env, env_params = (
-        (config.env, config.env.default_params) if not isinstance(config.env, str) else _make_gymnax(config.env)
+        _make_gymnax(config.env) if isinstance(config.env, str) else (config.env, config.env.default_params)
     )
     obs_space, action_space = env.observation_space(env_params), env.action_space(env_params)
     for role, space in (("observations", obs_space), ("actions", action_space)):
@@ -1233,38 +1236,35 @@ class RunReport:
     checkpoint_seconds = 60.0
 
     def __init__(self, run_dir: pathlib.Path, config: PPOConfig, n_seeds: int, console: Any):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self.run_dir, self.config, self.n_seeds = run_dir, config, n_seeds
+        self.total = config.n_updates * config.rollout_size
         self.interrupted = False
         self.history: list[dict[str, np.ndarray]] = []
         self.started = self.saved = time.perf_counter()
-        self.start_seconds = 0.0
-        self.first_steps = 0
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=console,
-        )  # fmt: skip
+        self.start_seconds, self.first_steps = 0.0, 0
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn())
+        self.progress = Progress(*columns, TextColumn("{task.fields[status]}"), console=console)
         self.task = self.progress.add_task("compiling", total=None, status="")
 
     def __call__(self, timesteps: int, metrics: dict[str, np.ndarray], agents: Agent) -> bool:
         now = time.perf_counter()
         if not self.history:
             self.start_seconds, self.first_steps = now - self.started, timesteps
-            self.progress.update(
-                self.task, description="training", total=self.config.n_updates * self.config.rollout_size
-            )
         self.history.append(metrics)
         speed = self.steps_per_second(timesteps, now)
-        mean_return = float(metrics["return"][:, -1].mean())
-        status = f"{timesteps:,} steps  {speed:,.0f} steps/s  return {mean_return:.1f}"
-        self.progress.update(self.task, completed=timesteps, status=status)
+        status = f"{timesteps:,} steps  {speed:,.0f}/s  return {metrics['return'][:, -1].mean():.1f}"
+        if speed:
+            minutes, seconds = divmod(round((self.total - timesteps) * self.n_seeds / speed), 60)
+            status += f"  left {minutes}:{seconds:02}"
+        self.progress.update(self.task, description="training", total=self.total, completed=timesteps, status=status)
         try:
             self.append_metrics(metrics)
             if now - self.saved > self.checkpoint_seconds:
                 save_agents(self.run_dir / "checkpoint", agents)
                 self.saved = time.perf_counter()
-        except OSError as error:
+        except Exception as error:  # Orbax has many of its own for a disk that is full
             self.progress.console.print(f"can't write to {self.run_dir} ({error}); training goes on")
         return self.interrupted
 

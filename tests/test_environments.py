@@ -99,6 +99,11 @@ def test_a_space_that_no_policy_serves_is_refused():
         make_env(PPOConfig(env=Tuples()))
 
 
+def test_an_object_that_is_no_environment_is_refused():
+    with pytest.raises(ConfigError, match=r"env: <object .* has no reset"):
+        PPOConfig(env=object())
+
+
 class Countdown(Environment):
     """Three steps an episode; the reward is the action, clipped to the bounds."""
 

@@ -36,7 +36,7 @@ def assert_bijection(permutations, size):
     np.testing.assert_array_equal(np.sort(permutations), np.broadcast_to(np.arange(size), permutations.shape))
 
 
-def test_bijection_for_all_small_sizes():
+def test_bijection_for_small_sizes():
     sizes = (1, 2, 3, 7, 16, 63, 64, 255)
     keys = jax.random.split(jax.random.key(0), 20)
     all_drawn = jit(jax.vmap(lambda key: [whole(key, size) for size in sizes]))(keys)
