@@ -973,9 +973,7 @@ def evaluate(config: PPOConfig, agent: Agent, key: jax.Array, n_episodes: int, d
     env, env_params = make_env(config)
     network = make_network(config)
     reset_key, key = jax.random.split(key)
-    starts = reset_envs(
-        env, env_params, jax.random.split(reset_key, n_episodes)
-    )  # what follows an episode isn't counted
+    starts = reset_envs(env, env_params, jax.random.split(reset_key, n_episodes))  # of later episodes too: none counts
 
     def playing(carry: tuple) -> jax.Array:
         return ~jnp.all(carry[4])
