@@ -629,8 +629,8 @@ def init_agent(config: PPOConfig, key: jax.Array) -> Agent:
         env_states=env_states,
         episode_return=jnp.zeros(config.n_envs),
         episode_length=jnp.zeros(config.n_envs),
-        recent_returns=jnp.full(config.stats_window_size, jnp.nan),
-        recent_lengths=jnp.full(config.stats_window_size, jnp.nan),
+        recent_returns=jnp.full(config.stats_window_size, jnp.nan, jnp.float32),
+        recent_lengths=jnp.full(config.stats_window_size, jnp.nan, jnp.float32),
     )
 
 

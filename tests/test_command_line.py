@@ -230,6 +230,17 @@ def test_chunks_and_callbacks_change_no_number():
     }
 
 
+def test_the_second_chunk_compiles_nothing():
+    """What a chunk returns must be of the very types that it takes, weak ones included."""
+    compilations, seen = [], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: compilations.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    config = CONFIG.replace(stats_window_size=7)  # which no other test has compiled
+    train_population(config, KEYS[:2], lambda *_: seen.append(len(compilations)), 0.0)
+    assert seen[0] > 0 and seen == [seen[0]] * 3
+
+
 def test_a_callback_ends_the_run():
     agents, metrics = train_population(CONFIG, KEYS, lambda steps, metrics, agents: steps >= 64, 0.0)
     assert metrics["timesteps"].tolist() == [[32, 64]] * 3
