@@ -1182,16 +1182,16 @@ def bootstrap_interval(values: np.ndarray, statistic: Callable) -> tuple[np.ndar
     return result.confidence_interval.low, result.confidence_interval.high
 
 
-def summary_table(title: str, names: list[str], returns: np.ndarray) -> Any:
+def summary_table(title: str, returns: np.ndarray) -> Any:
     """Return a rich table of each seed's return (S,), their mean, interquartile mean and its bootstrap interval."""
     from rich.table import Table
 
     table = Table("", "return", title=title, title_justify="left")
     shown = 16
-    for name, value in list(zip(names, returns))[:shown]:
-        table.add_row(name, f"{value:.2f}")
-    if len(names) > shown:
-        table.add_row(f"… {len(names) - shown} more", "")
+    for seed, value in enumerate(returns[:shown]):
+        table.add_row(f"seed {seed}", "no episode ended" if np.isnan(value) else f"{value:.2f}")
+    if len(returns) > shown:
+        table.add_row(f"… {len(returns) - shown} more", "")
     table.add_section()
     table.add_row("mean", f"{returns.mean():.2f}")
     table.add_row("interquartile mean", f"{interquartile_mean(returns):.2f}")
@@ -1251,20 +1251,25 @@ class RunReport:
         if not self.history:
             self.start_seconds, self.first_steps = now - self.started, timesteps
         self.history.append(metrics)
+        try:
+            self.show_progress(timesteps, metrics, now)
+            self.append_metrics(metrics)
+            if now - self.saved > self.checkpoint_seconds:
+                save_agents(self.run_dir / "checkpoint", agents)
+                self.saved = time.perf_counter()
+        except Exception as error:  # a closed pipe, a full disk, for which Orbax has errors of its own
+            with contextlib.suppress(OSError):
+                print(f"ppo_jax: {self.run_dir}: {error}; training goes on", file=sys.stderr)
+        return self.interrupted
+
+    def show_progress(self, timesteps: int, metrics: dict[str, np.ndarray], now: float) -> None:
+        """Redraw the progress bar."""
         speed = self.steps_per_second(timesteps, now)
         status = f"{timesteps:,} steps  {speed:,.0f}/s  return {metrics['return'][:, -1].mean():.1f}"
         if speed:
             minutes, seconds = divmod(round((self.total - timesteps) * self.n_seeds / speed), 60)
             status += f"  left {minutes}:{seconds:02}"
         self.progress.update(self.task, description="training", total=self.total, completed=timesteps, status=status)
-        try:
-            self.append_metrics(metrics)
-            if now - self.saved > self.checkpoint_seconds:
-                save_agents(self.run_dir / "checkpoint", agents)
-                self.saved = time.perf_counter()
-        except Exception as error:  # Orbax has many of its own for a disk that is full
-            self.progress.console.print(f"can't write to {self.run_dir} ({error}); training goes on")
-        return self.interrupted
 
     def steps_per_second(self, timesteps: int, now: float) -> float:
         """Return the steps of all seeds together a second, compilation and the update that it ran with left out."""
@@ -1385,6 +1390,18 @@ def save_run(run_dir: pathlib.Path, config: PPOConfig, options: RunOptions, agen
     plot_learning_curve(run_dir / "learning_curve.png", f"PPO on {config.env}", metrics)
 
 
+def save_or_rescue(run_dir: pathlib.Path, *results: Any) -> pathlib.Path:
+    """Save a run in its folder or, where that fails, in a temporary one; returns the folder that has it all."""
+    try:
+        save_run(run_dir, *results)
+    except Exception as error:
+        rescue = pathlib.Path(tempfile.mkdtemp(prefix="ppo_jax-"))
+        save_run(rescue, *results)
+        print(f"ppo_jax: error: {run_dir} can't be written ({error}); everything is in {rescue}", file=sys.stderr)
+        return rescue
+    return run_dir
+
+
 def run_training(config: PPOConfig, options: RunOptions) -> int:
     """Train, show progress and leave a run folder; returns the exit code."""
     from rich.console import Console
@@ -1392,6 +1409,7 @@ def run_training(config: PPOConfig, options: RunOptions) -> int:
     make_env(config)
     run_dir = new_run_dir(options, config)
     console = Console()
+    console.on_broken_pipe = lambda: setattr(console, "quiet", True)  # rich's own would exit, with what was learnt
     keys = jax.random.split(jax.random.key(options.seed), options.n_seeds)
     report = RunReport(run_dir, config, options.n_seeds, console)
 
@@ -1405,25 +1423,7 @@ def run_training(config: PPOConfig, options: RunOptions) -> int:
         with report.progress:
             agents, metrics = train_population(config, keys, report)
         end = time.perf_counter()
-        console.print(
-            summary_table(
-                f"{config.env}, last {config.stats_window_size} episodes of training",
-                [f"seed {i}" for i in range(options.n_seeds)],
-                metrics["return"][:, -1],
-            )
-        )
-        steps = int(metrics["timesteps"][0, -1])
-        console.print(
-            f"compile {report.start_seconds:.1f} s   run {end - report.started - report.start_seconds:.1f} s   "
-            f"{report.steps_per_second(steps, end):,.0f} steps/s"
-        )
-        try:
-            save_run(run_dir, config, options, agents, metrics)
-        except Exception as error:
-            rescue = pathlib.Path(tempfile.mkdtemp(prefix="ppo_jax-"))
-            save_run(rescue, config, options, agents, metrics)
-            print(f"ppo_jax: error: {run_dir} can't be written ({error}); everything is in {rescue}", file=sys.stderr)
-            return 1
+        kept_in = save_or_rescue(run_dir, config, options, agents, metrics)
     except KeyboardInterrupt:
         shutil.rmtree(run_dir)
         print("ppo_jax: interrupted before the first update; nothing to save", file=sys.stderr)
@@ -1431,8 +1431,14 @@ def run_training(config: PPOConfig, options: RunOptions) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    console.print(f"results in {run_dir}; play them with: python ppo_jax.py --eval {run_dir}", soft_wrap=True)
-    return 130 if report.interrupted else 0
+    title = f"{config.env}, last {config.stats_window_size} episodes of training"
+    console.print(summary_table(title, metrics["return"][:, -1]))
+    console.print(
+        f"compile {report.start_seconds:.1f} s   run {end - report.started - report.start_seconds:.1f} s   "
+        f"{report.steps_per_second(int(metrics['timesteps'][0, -1]), end):,.0f} steps/s"
+    )
+    console.print(f"results in {kept_in}; play them with: python ppo_jax.py --eval {kept_in}", soft_wrap=True)
+    return 130 if report.interrupted else int(kept_in != run_dir)
 
 
 def run_evaluation(options: RunOptions) -> int:
@@ -1449,7 +1455,7 @@ def run_evaluation(options: RunOptions) -> int:
         )
     )(keys)
     title = f"{config.env}, mean of {options.n_episodes} episodes with the most probable actions"
-    Console().print(summary_table(title, [f"seed {i}" for i in range(n_seeds)], np.asarray(returns).mean(axis=1)))
+    Console().print(summary_table(title, np.asarray(returns).mean(axis=1)))
     return 0
 
 

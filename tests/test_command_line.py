@@ -162,8 +162,14 @@ def test_metrics_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(ppo_jax.RunReport, "append_metrics", fail_once)
     assert main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
-    assert "No space left" in capsys.readouterr().out
+    assert "No space left" in capsys.readouterr().err
     assert len(read_rows(tmp_path / "run")) == 3
+
+
+def test_a_closed_pipe_loses_nothing(tmp_path):
+    command = f"{sys.executable} {ROOT / 'ppo_jax.py'} {' '.join(SMALL)} --run-dir {tmp_path / 'run'} | true"
+    subprocess.run(["bash", "-c", command], check=True, capture_output=True)
+    load_agents(tmp_path / "run" / "checkpoint", CONFIG, 3)
 
 
 def test_ctrl_c_saves_what_was_learnt(tmp_path):
