@@ -1262,6 +1262,15 @@ class RunReport:
                 print(f"ppo_jax: {self.run_dir}: {error}; training goes on", file=sys.stderr)
         return self.interrupted
 
+    def interrupt(self, *_: Any) -> None:
+        """Handle a signal: end the run at the next chunk, or the process where nothing has been learnt."""
+        self.interrupted = True
+        if not self.history:
+            self.progress.stop()
+            shutil.rmtree(self.run_dir)
+            print("ppo_jax: interrupted before the first update; nothing to save", file=sys.stderr, flush=True)
+            os._exit(130)  # an exception from here could be lost in whatever JAX is doing, and the run go on
+
     def show_progress(self, timesteps: int, metrics: dict[str, np.ndarray], now: float) -> None:
         """Redraw the progress bar."""
         speed = self.steps_per_second(timesteps, now)
@@ -1410,24 +1419,19 @@ def run_training(config: PPOConfig, options: RunOptions) -> int:
     run_dir = new_run_dir(options, config)
     console = Console()
     console.on_broken_pipe = lambda: setattr(console, "quiet", True)  # rich's own would exit, with what was learnt
-    keys = jax.random.split(jax.random.key(options.seed), options.n_seeds)
-    report = RunReport(run_dir, config, options.n_seeds, console)
-
-    def interrupt(*_: Any) -> None:
-        if not report.history:
-            raise KeyboardInterrupt
-        report.interrupted = True
-
-    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {}
     try:
+        keys = jax.random.split(jax.random.key(options.seed), options.n_seeds)
+        report = RunReport(run_dir, config, options.n_seeds, console)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, report.interrupt)
         with report.progress:
             agents, metrics = train_population(config, keys, report)
         end = time.perf_counter()
         kept_in = save_or_rescue(run_dir, config, options, agents, metrics)
     except KeyboardInterrupt:
-        shutil.rmtree(run_dir)
-        print("ppo_jax: interrupted before the first update; nothing to save", file=sys.stderr)
-        return 130
+        shutil.rmtree(run_dir)  # which has nothing in it yet: the handler is not in place
+        raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -1471,6 +1475,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"ppo_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ppo_jax: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
