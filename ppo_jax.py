@@ -982,8 +982,10 @@ def evaluate(config: PPOConfig, agent: Agent, key: jax.Array, n_episodes: int, d
         key, obs, states, returns, over = carry
         key, noise_key, env_key = jax.random.split(key, 3)
         distribution = network.apply(agent.params, obs)[0]
-        noise = distribution.noise(noise_key, jax.tree.leaves(distribution)[0].shape)
-        action = distribution.mode() if deterministic else distribution.sample(noise)
+        if deterministic:
+            action = distribution.mode()
+        else:
+            action = distribution.sample(distribution.noise(noise_key, jax.tree.leaves(distribution)[0].shape))
         new = step_envs(env, env_params, jax.random.split(env_key, n_episodes), states, action, starts)
         returns = returns + jnp.where(over, 0.0, new.reward)
         return key, new.obs, new.states, returns, over | new.terminated | new.truncated
@@ -1117,7 +1119,8 @@ def load_agents(path: pathlib.Path, config: PPOConfig, n_agents: int) -> Agent:
                 if stored.get(name) != expected.get(name):
                     difference = f"{stored.get(name, 'nothing')} as {name} where config.json says"
                     raise ConfigError(f"checkpoint: {path} holds {difference} {expected.get(name, 'nothing')}")
-            agents = Agent(**checkpointer.restore(path.absolute(), like))
+            # From a device they would be bound to it, and could not be spread over all.
+            agents = Agent(**jax.device_get(checkpointer.restore(path.absolute(), like)))
     except ConfigError:
         raise
     except Exception as error:  # Orbax and TensorStore raise all sorts of things for a damaged folder
@@ -1239,18 +1242,16 @@ class RunReport:
         self.run_dir, self.config, self.n_seeds = run_dir, config, n_seeds
         self.total = config.n_updates * config.rollout_size
         self.interrupted = False
-        self.history: list[dict[str, np.ndarray]] = []
         self.started = self.saved = time.perf_counter()
-        self.start_seconds, self.first_steps = 0.0, 0
+        self.start_seconds, self.first_steps = 0.0, 0  # until the first update is done, and the steps that it took
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn())
         self.progress = Progress(*columns, TextColumn("{task.fields[status]}"), console=console)
         self.task = self.progress.add_task("compiling", total=None, status="")
 
     def __call__(self, timesteps: int, metrics: dict[str, np.ndarray], agents: Agent) -> bool:
         now = time.perf_counter()
-        if not self.history:
+        if not self.first_steps:
             self.start_seconds, self.first_steps = now - self.started, timesteps
-        self.history.append(metrics)
         try:
             self.show_progress(timesteps, metrics, now)
             self.append_metrics(metrics)
@@ -1265,7 +1266,7 @@ class RunReport:
     def interrupt(self, *_: Any) -> None:
         """Handle a signal: end the run at the next chunk, or the process where nothing has been learnt."""
         self.interrupted = True
-        if not self.history:
+        if not self.first_steps:
             self.progress.stop()
             shutil.rmtree(self.run_dir)
             print("ppo_jax: interrupted before the first update; nothing to save", file=sys.stderr, flush=True)
@@ -1445,6 +1446,10 @@ def run_training(config: PPOConfig, options: RunOptions) -> int:
     return 130 if report.interrupted else int(kept_in != run_dir)
 
 
+def _evaluate_one(config: PPOConfig, agent_and_key: tuple[Agent, jax.Array], n_episodes: int) -> jax.Array:
+    return evaluate(config, *agent_and_key, n_episodes)
+
+
 def run_evaluation(options: RunOptions) -> int:
     """Play the agents of a run folder and print their returns; returns the exit code."""
     from rich.console import Console
@@ -1453,11 +1458,8 @@ def run_evaluation(options: RunOptions) -> int:
     config, _, n_seeds = read_config(run_dir)
     agents = load_agents(run_dir / "checkpoint", config, n_seeds)
     keys = jax.random.split(jax.random.key(options.seed), n_seeds)
-    returns = jax.jit(
-        lambda keys: spread(
-            lambda config, both: evaluate(config, both[0], both[1], options.n_episodes), config, (agents, keys)
-        )
-    )(keys)
+    play = functools.partial(_evaluate_one, n_episodes=options.n_episodes)
+    returns = jax.jit(functools.partial(spread, play))(config, (agents, keys))
     title = f"{config.env}, mean of {options.n_episodes} episodes with the most probable actions"
     Console().print(summary_table(title, np.asarray(returns).mean(axis=1)))
     return 0
