@@ -999,42 +999,46 @@ def evaluate(config: PPOConfig, agent: Agent, key: jax.Array, n_episodes: int, d
 # ======================================================================================================================
 
 CHUNK_UPDATES = 128  # at most, in one call of the device: what bounds the metrics that it holds
-
-
-def swept(config: PPOConfig, along: Any, fixed: Any) -> PPOConfig:
-    """Return a config-shaped tree: `along` for each leaf with an axis of agents, `fixed` for each plain number."""
-    return jax.tree.map(lambda leaf: along if jnp.ndim(leaf) else fixed, config)
+ON_CPU = jax.default_backend() == "cpu"
+# LLVM's later passes take a third of the compilation and make nothing faster here.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 1} if ON_CPU else None
 
 
 def spread(function: Callable, config: PPOConfig, agents: chex.ArrayTree, *shared: Any) -> Any:
     """Call `function(config, agent, *shared)` for each agent, the agents split between the local devices.
 
-    agents: a tree of arrays with a leading axis of agents, of any length; leaves of the config that have that axis too
-    go along. No device waits for another one before all are through.
+    agents: a tree of arrays with a leading axis of agents, of any length; a leaf of the config may have that axis too.
+    No device waits for another one before all are through. The agents of one device run side by side, but on a CPU one
+    after the other: a core gains nothing from larger arrays, and what one agent needs stays in its cache.
     """
     n_agents = len(jax.tree.leaves(agents)[0])
     devices = jax.local_devices()[:n_agents]
+    rows = np.arange(-(-n_agents // len(devices)) * len(devices)) % n_agents  # a last device without work repeats some
+    each = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
+    if len(rows) > n_agents:
+        each = jax.tree.map(lambda x: x[rows], each)
+
+    def per_device(each: tuple[PPOConfig, Any], shared: tuple) -> Any:
+        def one_agent(given: tuple[PPOConfig, Any]) -> Any:
+            return function(*given, *shared)
+
+        return jax.lax.map(one_agent, each) if ON_CPU else jax.vmap(one_agent)(each)
+
     mesh = jax.sharding.Mesh(np.array(devices), ("agents",))
     split, whole = jax.sharding.PartitionSpec("agents"), jax.sharding.PartitionSpec()
-    rows = np.arange(-(-n_agents // len(devices)) * len(devices)) % n_agents  # a last device without work repeats some
-    if len(rows) > n_agents:
-        agents = jax.tree.map(lambda x: x[rows], agents)
-        config = jax.tree.map(lambda x: x[rows] if jnp.ndim(x) else x, config)
-    per_agent = jax.vmap(function, in_axes=(swept(config, 0, None), 0) + (None,) * len(shared))
-    specs = (swept(config, split, whole), split) + (whole,) * len(shared)
-    results = jax.shard_map(per_agent, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(
-        config, agents, *shared
+    results = jax.shard_map(per_device, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)(
+        each, shared
     )
     return jax.tree.map(lambda x: x[:n_agents], results) if len(rows) > n_agents else results
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 def init_population(config: PPOConfig, keys: jax.Array) -> Agent:
     """Return untrained agents, one for each key: every leaf of the result has a leading axis of agents."""
     return spread(init_agent, config, keys)
 
 
-@functools.partial(jax.jit, donate_argnames="agents", static_argnames="capacity")
+@functools.partial(jax.jit, donate_argnames="agents", static_argnames="capacity", compiler_options=COMPILER_OPTIONS)
 def train_chunk(
     config: PPOConfig, agents: Agent, n_updates: jax.Array, capacity: int
 ) -> tuple[Agent, dict[str, jax.Array]]:
