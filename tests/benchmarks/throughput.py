@@ -99,11 +99,7 @@ def compile_ours(case, n_seeds, updates):
     import ppo_jax  # which makes a device of every core, as JAX hasn't started
 
     config = our_config(case, updates)
-    if n_seeds == 1:
-        return compile_jitted(jax.jit(ppo_jax.train), config, jax.random.key(0))
     keys = jax.random.split(jax.random.key(0), n_seeds)
-    if hasattr(ppo_jax.train_population, "lower"):
-        return compile_jitted(ppo_jax.train_population, config, keys)
     return lambda: jax.block_until_ready(ppo_jax.train_population(config, keys)), None
 
 
