@@ -112,7 +112,7 @@ def test_batch_bootstraps_every_time_limit_also_in_the_last_row():
     advantage = gae_by_definition(reward, value[:-1], next_value, terminated, truncated, 0.9, 0.8)
     log_prob = np.take_along_axis(special.log_softmax(logits[:-1], axis=-1), action[..., None], -1)[..., 0]
     expected = Batch(obs, action, log_prob, value[:-1], advantage, advantage + value[:-1])
-    for name, ours, theirs in zip(Batch._fields, batch, expected):
+    for name, ours, theirs in zip(Batch._fields[:6], batch, expected):
         np.testing.assert_allclose(ours, np.reshape(theirs, ours.shape), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -227,7 +227,7 @@ def test_kl_stop_ends_each_agents_update_by_itself(monkeypatch):
     config = PPOConfig(n_envs=4, n_steps=16, batch_size=16, n_epochs=4)
     limits = jnp.array([1e-8, 0.0005, 0.002, 0.006, 1e3])
     agent = jit(ppo_jax.init_agent)(config, jax.random.key(0))
-    network, optimizer = ppo_jax.make_network(config), ppo_jax.make_optimizer(config, 0.002)
+    network, optimizer = ppo_jax.make_network(config), ppo_jax.make_optimizer(config.replace(learning_rate=0.002))
     rng = np.random.default_rng(2)
     obs, action = jnp.asarray(rng.normal(size=(64, 4)), jnp.float32), jnp.asarray(rng.integers(2, size=64))
     advantage, target = jnp.asarray(rng.normal(size=(2, 64)), jnp.float32)
@@ -246,13 +246,13 @@ def test_kl_stop_ends_each_agents_update_by_itself(monkeypatch):
     batch, params, opt_state = act(agent.params), agent.params, agent.opt_state
     weights, divergence = [params], []
     for start in [0, 16, 32, 48] * 4:
-        minibatch = Batch(*(np.asarray(x)[start : start + 16] for x in batch))
+        minibatch = jax.tree.map(lambda x: np.asarray(x)[start : start + 16], batch)  # noqa: B023
         params, opt_state, kl = step(params, opt_state, minibatch)
         weights.append(params)
         divergence.append(float(kl))
 
     def run(limit):
-        return ppo_jax.optimise(config.replace(target_kl=limit), agent, batch, jax.random.key(0), 0.002)
+        return ppo_jax.optimise(config.replace(target_kl=limit, learning_rate=0.002), agent, batch, jax.random.key(0))
 
     agents, metrics = jit(jax.vmap(run))(limits)
     for row, limit in enumerate(limits):
@@ -271,7 +271,7 @@ def test_kl_stop_ends_each_agents_update_by_itself(monkeypatch):
 @pytest.fixture(scope="module")
 def loop_run():
     """A run whose total_timesteps is no multiple of its rollouts of 320."""
-    changes = dict(net_arch=(16,), gamma=0.9, learning_rate=0.01, anneal_learning_rate=True)
+    changes = dict(net_arch=(16,), gamma=0.9, learning_rate="linear_0.01")
     config = PPOConfig(Loop(), total_timesteps=95_900, n_envs=16, n_steps=20, batch_size=80, n_epochs=3, **changes)
     return config, *jit(ppo_jax.train)(config, jax.random.key(0))
 

@@ -24,18 +24,18 @@ def test_categorical_log_prob_and_entropy():
     for action in range(4):
         # The logits' own rounding, at 50, is 4e-6.
         np.testing.assert_allclose(distribution.log_prob(jnp.full((5, 7), action)), log_p[..., action], atol=1e-5)
-    np.testing.assert_allclose(distribution.entropy(), stats.entropy(np.exp(log_p), axis=-1), atol=1e-5)
+    np.testing.assert_allclose(distribution.entropy(None), stats.entropy(np.exp(log_p), axis=-1), atol=1e-5)
 
 
 def test_categorical_with_an_impossible_action():
     distribution = Categorical(jnp.array([0.0, -1e9, 0.0]))
-    np.testing.assert_allclose(distribution.entropy(), math.log(2), rtol=1e-6)
-    assert not np.any(distribution.sample(distribution.noise(jax.random.key(0), (1000, 3))) == 1)
+    np.testing.assert_allclose(distribution.entropy(None), math.log(2), rtol=1e-6)
+    assert not np.any(distribution.sample(distribution.noise(jax.random.key(0), 1000)) == 1)
 
 
 def test_categorical_samples_and_mode():
     distribution = Categorical(jnp.asarray(LOGITS[0]))
-    drawn = distribution.sample(distribution.noise(jax.random.key(1), (N_DRAWS, 7, 4)))
+    drawn = distribution.sample(distribution.noise(jax.random.key(1), N_DRAWS))
     assert drawn.shape == (N_DRAWS, 7) and jnp.issubdtype(drawn.dtype, jnp.integer)
     for place, p in enumerate(special.softmax(LOGITS[0].astype(np.float64), axis=-1)):
         counts, often = np.bincount(drawn[:, place], minlength=4), p * N_DRAWS >= 5
@@ -50,22 +50,12 @@ def test_gaussian_log_prob_and_entropy():
     log_density = stats.norm.logpdf(action, MEAN, std).sum(-1)
     np.testing.assert_allclose(distribution.log_prob(jnp.asarray(action)), log_density, rtol=1e-5, atol=1e-5)
     entropy = stats.multivariate_normal(np.zeros(3), np.diag(std**2)).entropy()
-    np.testing.assert_allclose(distribution.entropy(), np.full((5, 7), entropy), rtol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(), (2, 2)])
-def test_gaussian_sums_over_all_axes_of_an_action(shape):
-    mean, log_std = jnp.zeros((5, *shape)), jnp.full(shape, 0.5)
-    distribution, size = DiagonalGaussian(mean, log_std), math.prod(shape)
-    log_density = size * stats.norm.logpdf(1.0, 0.0, math.exp(0.5))
-    np.testing.assert_allclose(distribution.log_prob(mean + 1), np.full(5, log_density), rtol=1e-6)
-    entropy = size * stats.norm.entropy(0.0, math.exp(0.5))
-    np.testing.assert_allclose(distribution.entropy(), np.full(5, entropy), rtol=1e-6)
+    np.testing.assert_allclose(distribution.entropy(None), np.full((5, 7), entropy), rtol=1e-6)
 
 
 def test_gaussian_samples_and_mode():
     distribution = DiagonalGaussian(jnp.asarray(MEAN[0, 0]), jnp.asarray(LOG_STD))
-    drawn = np.asarray(distribution.sample(distribution.noise(jax.random.key(2), (N_DRAWS, 3))))
+    drawn = np.asarray(distribution.sample(distribution.noise(jax.random.key(2), N_DRAWS)))
     for place in range(3):
         law = stats.norm(MEAN[0, 0, place], np.exp(LOG_STD[place]))
         assert stats.kstest(drawn[:, place], law.cdf).pvalue > LEAST_P

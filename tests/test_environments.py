@@ -16,7 +16,7 @@ import ppo_jax
 from ppo_jax import (
     PRESETS,
     ConfigError,
-    Conv3x3,
+    Convolution,
     PPOConfig,
     evaluate,
     init_agent,
@@ -65,6 +65,7 @@ def test_presets_name_environments():
 )
 def test_images_get_a_cnn_and_all_else_an_mlp(name, layer):
     params = jax.eval_shape(init_agent, PPOConfig(env=name, n_envs=1), jax.random.key(0)).params["params"]
+    params = params.get("shared_encoder", {})
     assert (layer in params) if layer else not any(key.startswith("conv") for key in params)
 
 
@@ -84,11 +85,11 @@ def test_integer_observations_are_one_hot():
     np.testing.assert_allclose(distribution.logits, kernel[jnp.array([0, 5, 15])], rtol=1e-6)
 
 
-class Tuples(Environment):
+class Unserved(Environment):
     """An environment with a space that no policy serves."""
 
     def action_space(self, params=None):
-        return spaces.Tuple([spaces.Discrete(2), spaces.Discrete(2)])
+        return spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (1,))])
 
     def observation_space(self, params):
         return spaces.Box(0, 1, (1,))
@@ -96,7 +97,7 @@ class Tuples(Environment):
 
 def test_a_space_that_no_policy_serves_is_refused():
     with pytest.raises(ConfigError, match="actions in Tuple"):
-        make_env(PPOConfig(env=Tuples()))
+        make_env(PPOConfig(env=Unserved()))
 
 
 def test_an_object_that_is_no_environment_is_refused():
@@ -162,7 +163,7 @@ def test_an_environment_may_be_made_while_jax_traces():
 def test_the_convolution_is_flaxs():
     images = jax.random.normal(jax.random.key(0), (5, 10, 9, 4))
     for stride in (1, 2):
-        ours = Conv3x3(7, stride, nn.initializers.lecun_normal())
+        ours = Convolution(7, 3, stride, nn.initializers.lecun_normal())
         params = ours.init(jax.random.key(1), images)
         flaxs = nn.Conv(7, (3, 3), strides=stride, padding="VALID")
         np.testing.assert_allclose(ours.apply(params, images), flaxs.apply(params, images), rtol=1e-4, atol=1e-5)

@@ -17,6 +17,7 @@ from ppo_jax import PPOConfig
 # What these tests cost is compiling, not running.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 CONFIG = PPOConfig("CartPole-v1", total_timesteps=256, n_envs=4, n_steps=16, batch_size=16, n_epochs=2, net_arch=(16,))
+CONFIG = CONFIG.replace(learning_rate=3e-4)  # a schedule would be another program
 KEYS = jax.random.split(jax.random.key(0), 4)
 RATES = jnp.array([1e-4, 3e-4, 1e-3, 3e-3])
 

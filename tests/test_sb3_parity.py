@@ -53,7 +53,7 @@ class Case:
         if isinstance(self.network.action_space, spaces.Discrete):
             stored["action"] = stored["action"].reshape(stored["action"].shape[:2]).astype(np.int32)
         self.stored = jax.tree.map(jnp.asarray, stored)
-        self.rollout = ppo_jax.Rollout(**{field: self.stored[field] for field in ppo_jax.Rollout._fields})
+        self.rollout = ppo_jax.Rollout(**{field: self.stored.get(field) for field in ppo_jax.Rollout._fields})
 
         self.params = parameters(self.arrays, "before")
         self.untrained = jax.eval_shape(ppo_jax.init_agent, self.config, jax.random.key(0))
@@ -80,12 +80,12 @@ def updated(case):
         return jnp.where(jnp.any(is_epoch), permutation[jnp.argmax(is_epoch), positions], -1)
 
     def run(config, params, rollout, last_obs):
-        opt_state = ppo_jax.make_optimizer(config, config.learning_rate).init(params)
+        opt_state = ppo_jax.make_optimizer(config).init(params)
         agent = case.untrained.replace(params=params, opt_state=opt_state, obs=last_obs)
         batch = ppo_jax.make_batch(config, agent, rollout)
         nan = {"f": jnp.nan, "i": 0}
         padded = jax.tree.map(lambda x: jnp.concatenate([x, jnp.full_like(x[:1], nan[x.dtype.kind])]), batch)
-        agent, metrics = ppo_jax.optimise(config, agent, padded, key, config.learning_rate)
+        agent, metrics = ppo_jax.optimise(config, agent, padded, key)
         metrics["explained_variance"] = ppo_jax.explained_variance(batch.value, batch.value_target)
         return batch, agent.params, metrics
 

@@ -69,7 +69,7 @@ def gradients(config, agent, batch, key):
 
 def optimiser_steps(config, agent, batch, key):
     """Take all steps with a gradient that is there already."""
-    optimizer = ppo_jax.make_optimizer(config, config.learning_rate)
+    optimizer = ppo_jax.make_optimizer(config)
 
     def body(i, carry):
         changes, opt_state = optimizer.update(carry[0], carry[1])
@@ -125,7 +125,7 @@ def main():
             ppo_jax.compute_gae,
             (rollout.reward, value, value, rollout.terminated, rollout.truncated, 0.99, 0.95),
         ),
-        "optimise, whole": (ppo_jax.optimise, (config, agent, batch, key, 1e-9)),
+        "optimise, whole": (ppo_jax.optimise, (config, agent, batch, key)),
         "  shuffling and gathering": (shuffles, (config, agent, batch, key)),
         "  gradients": (gradients, (config, agent, batch, key)),
         "    floor: matrix products": (matrix_products, (config, agent, batch, key)),
