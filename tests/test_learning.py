@@ -28,10 +28,9 @@ def test_only_a_policy_with_a_memory_recalls_what_it_saw_20_steps_ago(policy, lo
         sub_traj_len=64,
         rnn_hidden_size=32,
         net_arch=(32,) if policy == "mlp" else (),
-        learning_rate="linear_5e-3",
+        n_epochs=8,
+        learning_rate="linear_3e-3",
         ent_coef=0.03,
-        gamma=1.0,
-        gae_lambda=1.0,
         total_timesteps=250_000,
     )
     agents, _ = train_population(config, jax.random.split(jax.random.key(1), 2))
