@@ -470,10 +470,11 @@ def spawn(args, worker, case, n_seeds, updates, timeout):
 
 def compare(args, peer, case, n_seeds):
     """Alternating processes of this project and the peer, as one row of the table."""
-    updates = [args.updates or updates_of(CASES[case], n_seeds, SLOWER.get(w, 1)) for w in ("ours", peer)]
+    workers = {"ours": n_seeds, peer: n_seeds if peer == "purejaxrl" else 1}  # the others run one seed at a time
+    updates = {w: args.updates or updates_of(CASES[case], n, SLOWER.get(w, 1)) for w, n in workers.items()}
     pairs = []
     for _ in range(args.pairs):
-        pair = [spawn(args, w, case, n_seeds, u, args.timeout) for w, u in zip(("ours", peer), updates, strict=True)]
+        pair = [spawn(args, w, case, n, updates[w], args.timeout) for w, n in workers.items()]
         if None in pair:
             return None
         pairs.append(pair)
@@ -525,7 +526,7 @@ def plan(args):
     for case in args.cases:
         for n_seeds in args.seeds:
             for peer in args.peers:
-                if peer == "purejaxrl" or (n_seeds == 1 and case in ("cartpole-4", "cartpole-64")):
+                if peer == "purejaxrl" or case in ("cartpole-4", "cartpole-64"):
                     yield peer, case, n_seeds
 
 
