@@ -126,6 +126,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 # Numbers that training only computes with are leaves of a config: they may be swept with `jax.vmap`, a new value
 # compiles nothing, and a schedule may stand in their place. All else decides shapes or code and is static.
 TRACED_RULES = ("fraction", "positive", "coefficient", "number")
+COUNT_RULES = ("size", "period", "whole")
 
 
 @flax.struct.dataclass
@@ -171,6 +172,17 @@ def read_number(name: str, value: Any, preset: Any = None) -> Any:
     if callable(value) and not isinstance(value, Schedule | jax.tree_util.Partial):
         return jax.tree_util.Partial(value)  # a pytree, which a function isn't
     return float(value) if type(value) is int else value  # or 1 and 1.0 would be compiled apart
+
+
+def read_count(value: Any) -> Any:
+    """Return the integer that 1e6 or "1e6" is, and anything else as it is."""
+    if isinstance(value, int):
+        return value
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if isinstance(value, str) and value.strip("+-").isdigit():
+            return int(value)
+        return int(float(value)) if float(value).is_integer() else value
+    return value
 
 
 def read_arguments(name: str, value: Any) -> Any:
@@ -263,9 +275,8 @@ class PPOConfig:
                 value = read_number(name, value, read_number(name, standing))
             elif rule == "arguments":
                 value = read_arguments(name, value)
-            elif rule in ("size", "period") and not isinstance(value, bool):
-                with contextlib.suppress(ValueError, TypeError, OverflowError):
-                    value = int(float(value)) if float(value).is_integer() else value  # 1e6 is a count like any other
+            elif rule in COUNT_RULES:
+                value = read_count(value)
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_config(self)
 
@@ -965,26 +976,30 @@ class ActorCritic(nn.Module):
                 latent = ACTIVATIONS[config.activation](latent)
             latents.append(latent)
         value = nn.Dense(1, kernel_init=init(1.0), name="value_out")(latents[1])[..., 0]
-
-        sizes = action_sizes(self.action_space)
-        width = (
-            math.prod(self.action_space.shape) if is_box(self.action_space) else sum(sizes) or int(self.action_space.n)
-        )
-        outputs = nn.Dense(width, kernel_init=init(0.01), name="policy_out")(latents[0])
         if is_box(self.action_space):
-            shape = (latents[0].shape[-1], width) if config.use_sde else (width,)
-            log_std = self.param("log_std", nn.initializers.constant(config.log_std_init), shape)
-            distribution = (
-                StateDependentGaussian(outputs, latents[0], log_std)
-                if config.use_sde
-                else DiagonalGaussian(outputs, log_std)
-            )
-            distribution = Squashed(distribution) if config.squash_output else distribution
+            distribution = self.gaussian(latents[0], init(0.01))
         else:
+            sizes = action_sizes(self.action_space)
+            width = sum(sizes) or int(self.action_space.n)
+            logits = nn.Dense(width, kernel_init=init(0.01), name="policy_out")(latents[0])
             if isinstance(obs, dict) and "action_mask" in obs:
-                outputs = jnp.where(obs["action_mask"], outputs, IMPOSSIBLE)
-            distribution = MultiCategorical(outputs, sizes) if sizes else Categorical(outputs)
+                logits = jnp.where(obs["action_mask"], logits, IMPOSSIBLE)
+            distribution = MultiCategorical(logits, sizes) if sizes else Categorical(logits)
         return (distribution, value, tuple(memories)) if config.is_recurrent else (distribution, value)
+
+    def gaussian(
+        self, latent: jax.Array, kernel_init: Callable
+    ) -> DiagonalGaussian | StateDependentGaussian | Squashed:
+        """Return the distribution over continuous actions."""
+        config, width = self.config, math.prod(self.action_space.shape)
+        mean = nn.Dense(width, kernel_init=kernel_init, name="policy_out")(latent)
+        shape = (latent.shape[-1], width) if config.use_sde else (width,)
+        log_std = self.param("log_std", nn.initializers.constant(config.log_std_init), shape)
+        if config.use_sde:
+            distribution = StateDependentGaussian(mean, latent, log_std)
+        else:
+            distribution = DiagonalGaussian(mean, log_std)
+        return Squashed(distribution) if config.squash_output else distribution
 
     def empty_memory(self, n_envs: int) -> tuple:
         """Return what a recurrent policy remembers at the start of an episode, zeros (n_envs, …)."""
@@ -1737,8 +1752,8 @@ def load_agents(run_dir: str | pathlib.Path, config: PPOConfig | None = None) ->
         fields = [field.name for field in dataclasses.fields(PPOConfig)]
         config = PPOConfig(**{name: value for name, value in settings.items() if name in fields})
     path = pathlib.Path(run_dir).absolute() / "checkpoint"
-    if not path.is_dir():
-        raise ConfigError(f"checkpoint: {path} doesn't exist; it must be the folder that a training run left")
+    if not path.is_dir() or "n_seeds" not in settings:
+        raise ConfigError(f"checkpoint: {path} with a config.json beside it must be what a training run left")
     keys = jax.random.split(jax.random.key(0), settings["n_seeds"])
     agents = jax.eval_shape(lambda keys: jax.vmap(init_agent, (None, 0))(config, keys), keys)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -1783,10 +1798,11 @@ def named_leaves(tree: chex.ArrayTree, raw: bool = True) -> dict[str, Any]:
 
 def write_config(run_dir: pathlib.Path, config: PPOConfig, **run: Any) -> None:
     """Write config.json: what else there is to say of the run, and every setting by name."""
-
     settings = {name: plain_setting(value) for name, value in vars(config).items()}
     settings |= {name: dict(getattr(config, name)) for name in ("env_params", "optimizer_kwargs")}
-    (run_dir / "config.json").write_text(json.dumps(run | settings, indent=2) + "\n")
+    fresh = run_dir / "config.json.new"  # a full disk must not cost the one that is there
+    fresh.write_text(json.dumps(run | settings, indent=2, default=str) + "\n")
+    fresh.replace(run_dir / "config.json")
 
 
 def plain_setting(value: Any) -> Any:
@@ -2024,15 +2040,15 @@ class RunReport:
     def append_metrics(self, metrics: dict[str, np.ndarray]) -> None:
         """Add a chunk's rows to metrics.csv and to the loggers."""
         rows = csv_rows(metrics, self.config.rollout_size * self.options.log_interval)
-        for row in rows:
-            known = {name: value for name, value in zip(METRICS[1:], row[1:]) if math.isfinite(value)}
-            for log in self.logs:
-                log.write(row[0], known)
         with open(self.run_dir / "metrics.csv", "a", newline="") as file:
             writer = csv.writer(file)
             if file.tell() == 0:
                 writer.writerow(csv_header(self.n_seeds))
             writer.writerows(rows)
+        for row in rows:
+            known = {name: value for name, value in zip(METRICS[1:], row[1:]) if math.isfinite(value)}
+            for log in self.logs:
+                log.write(row[0], known)
 
 
 # ======================================================================================================================
@@ -2042,7 +2058,7 @@ class RunReport:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """What the command line decides besides a PPOConfig."""
+    """What the command line decides besides a PPOConfig; raises `ConfigError` for a value that can't work."""
 
     seed: int = setting(0, "Key of the run.", "run", "whole")
     n_seeds: int = setting(4, "Agents to train side by side, each from a key of its own.", "run", "size")
@@ -2061,30 +2077,19 @@ class RunOptions:
     device: str = setting("auto", "Kind of device: auto, cpu, gpu or tpu.", "run")
     compilation_cache: bool = setting(True, "Keep compiled programs in the user's cache folder.", "run", "switch")
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.metadata["rule"] in COUNT_RULES:
+                object.__setattr__(self, field.name, read_count(getattr(self, field.name)))
+        check_fields(self)
+        for name, known in (("verbose", [0, 1, 2]), ("device", ["auto", "cpu", "gpu", "tpu"])):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is unknown; it must be one of {known}")
+
 
 def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
     """Turn command-line arguments into a config and run options; raises `ConfigError`, or exits after --help."""
     import tyro
-
-    def parse_integer(text: str) -> int:
-        if re.fullmatch(r"[+-]?\d+", text):
-            return int(text)
-        with contextlib.suppress(ValueError, OverflowError):
-            if float(text).is_integer():
-                return int(float(text))
-        raise ValueError(f"{text!r} is no whole number")
-
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def integer_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-        return None if info.type is not int else tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="INT",
-            instance_from_str=lambda texts: parse_integer(texts[0]),
-            is_instance=lambda value: isinstance(value, int),
-            str_from_instance=lambda value: [str(value)],
-        )  # fmt: skip
 
     # A file, the run to go on with and the environment decide the other defaults, so they are looked at first.
     settings = {}
@@ -2098,7 +2103,6 @@ def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
     run = {field.name: settings.pop(field.name) for field in dataclasses.fields(RunOptions) if field.name in settings}
     settings["env"] = given_value(argv, "env") or settings.get("env", "CartPole-v1")
     options, config = RunOptions(**run), PPOConfig(**settings)
-    check_fields(options)
     defaults = vars(options) | vars(config)
 
     groups: dict[str, list] = {}
@@ -2110,9 +2114,9 @@ def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
             hint, default = hints[field.name], defaults[field.name]
             if field.metadata["group"] == "python" or (np.ndim(default) and not isinstance(default, tuple)):
                 continue
-            if field.metadata["rule"] in TRACED_RULES and owner is PPOConfig:
-                hint |= str
-                default = default if default is None or isinstance(default, float) else plain_setting(default)
+            if field.metadata["rule"] in TRACED_RULES + COUNT_RULES:
+                hint |= str  # a schedule, or 1e6
+                default = default if isinstance(default, int | float | None) else plain_setting(default)
             if field.metadata["rule"] == "arguments":
                 hint, default = tuple[str, ...], tuple(f"{key}={value}" for key, value in default)
             annotated = typing.Annotated[hint, tyro.conf.arg(help=field.metadata["help"])]
@@ -2132,7 +2136,6 @@ def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
                 prog="ppo_jax.py",
                 description="Train agents with proximal policy optimization, or play trained ones with --eval.",
                 config=(tyro.conf.OmitArgPrefixes,),
-                registry=registry,
             )
     except SystemExit as stop:
         if not stop.code:
@@ -2143,10 +2146,6 @@ def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
         raise ConfigError(message.strip()) from None
     values = {name: value for group, _ in grouped for name, value in vars(getattr(parsed, group)).items()}
     options = RunOptions(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunOptions)})
-    check_fields(options)
-    for name, known in (("verbose", [0, 1, 2]), ("device", ["auto", "cpu", "gpu", "tpu"])):
-        if getattr(options, name) not in known:
-            raise ConfigError(f"{name}: {getattr(options, name)!r} is unknown; it must be one of {known}")
     return PPOConfig(**settings | values), options
 
 

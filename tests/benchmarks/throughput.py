@@ -23,6 +23,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]  # for the sake of `profile`
 N_STEPS, N_EPOCHS, N_MINIBATCHES = 128, 4, 4
 LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENT_COEF, MAX_GRAD_NORM = 2.5e-4, 0.99, 0.95, 0.2, 0.01, 0.5
 
