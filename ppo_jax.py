@@ -1599,8 +1599,7 @@ def evaluate(config: PPOConfig, agent: Agent, key: jax.Array, n_episodes: int, d
         keys = jax.random.split(jax.random.fold_in(env_key, t), n_episodes)
         new = step_envs(env, env_params, keys, states, action, starts, config.squash_output, config.frame_skip)
         returns = returns + jnp.where(over, 0.0, new.reward)
-        done = new.terminated | new.truncated
-        return t + 1, new.obs, new.states, forget(memory, done), returns, over | done
+        return t + 1, new.obs, new.states, memory, returns, over | new.terminated | new.truncated
 
     start = (jnp.int32(0), *starts, memory, jnp.zeros(n_episodes), jnp.zeros(n_episodes, bool))
     return jax.lax.while_loop(playing, step, start)[-2]
@@ -1689,14 +1688,10 @@ def train_population(
     if continued:  # copies, since chunks use up what they are given
         n_updates = jnp.zeros(n_agents, jnp.int32) if reset_num_timesteps else start.n_updates
         agents = jax.tree.map(jnp.copy, start.replace(n_updates=n_updates))
+        check_unfinished(config, agents)
     else:
         agents = init_population(config, start)
     done = int(agents.n_updates[0])
-    if done >= config.n_updates:
-        raise ConfigError(
-            f"total_timesteps: {config.total_timesteps} and {done * config.rollout_size} are done; it must be above "
-            "these, or reset_num_timesteps be set"
-        )
     capacity = min(config.n_updates, CHUNK_UPDATES)
     size = 1 if callback else capacity
     history, stop = [], False
@@ -1718,6 +1713,16 @@ def train_population(
             error.add_note(f"What was learnt is in {folder}; load_agents reads it.")
         raise
     return agents, {name: np.concatenate([chunk[name] for chunk in history], axis=1) for name in METRICS}
+
+
+def check_unfinished(config: PPOConfig, agents: Agent) -> None:
+    """Raise `ConfigError` where agents (S, …) have done all that the config asks for."""
+    done = int(agents.n_updates[0]) * config.rollout_size
+    if done >= config.total_timesteps:
+        raise ConfigError(
+            f"total_timesteps: {config.total_timesteps} and {done} are done; it must be above these, or "
+            "reset_num_timesteps be set"
+        )
 
 
 def save_agents(run_dir: str | pathlib.Path, config: PPOConfig, agents: Agent, **run: Any) -> None:
@@ -2209,6 +2214,8 @@ def run_training(config: PPOConfig, options: RunOptions, callback: Callable | No
             raise ConfigError(
                 f"n_seeds: {options.n_seeds}, and {options.resume} has {len(start.key)} agents to go on with"
             )
+        if not options.reset_num_timesteps:
+            check_unfinished(config, start)
     run_dir = new_run_dir(options, config)
     console = Console(quiet=options.verbose == 0)
     console.on_broken_pipe = lambda: setattr(console, "quiet", True)  # rich's own would exit, with what was learnt
@@ -2281,6 +2288,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ppo_jax: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of --help into a pager that has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

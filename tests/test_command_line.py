@@ -181,6 +181,12 @@ def test_a_closed_pipe_loses_nothing(tmp_path):
     load_agents(tmp_path / "run")
 
 
+def test_help_into_a_closed_pipe_is_silent():
+    command = f"{sys.executable} {ROOT / 'ppo_jax.py'} --help | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_ctrl_c_saves_what_was_learnt(tmp_path):
     command = [
         sys.executable,
