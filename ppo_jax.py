@@ -1163,6 +1163,8 @@ def apply_network(network: nn.Module, params: chex.ArrayTree, obs: chex.ArrayTre
 
 def make_optimizer(config: PPOConfig) -> optax.GradientTransformation:
     """Return the optimiser behind a clip of the global norm; Adam has the epsilon of the PPO authors' code."""
+    if callable(config.learning_rate):  # which optax would take for a function of its own count
+        raise ConfigError(f"learning_rate: {config.learning_rate} is a schedule; config.at(progress) has its number")
     arguments = {"eps": 1e-5} if config.optimizer == "adam" else {}
     optimizer = getattr(optax, config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
     try:

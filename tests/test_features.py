@@ -428,6 +428,12 @@ def test_schedules_follow_the_progress_remaining(given, at):
         np.testing.assert_allclose(config.at(progress).learning_rate, at(progress), rtol=1e-5, atol=1e-10)
 
 
+def test_a_schedule_where_a_number_is_needed_is_refused():
+    with pytest.raises(ConfigError, match=r"learning_rate: linear_0.001_0.0 is a schedule; config.at"):
+        ppo_jax.make_optimizer(PPOConfig("CartPole-v1"))
+    ppo_jax.make_optimizer(PPOConfig("CartPole-v1").at(1.0))
+
+
 def test_linear_starts_from_the_preset():
     assert PPOConfig("CartPole-v1", learning_rate="linear").learning_rate == Schedule(1e-3, 0.0, "linear")
     assert PPOConfig("CartPole-v1", clip_range="linear").clip_range == Schedule(0.2, 0.0, "linear")

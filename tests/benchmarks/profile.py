@@ -108,6 +108,7 @@ def main():
         n_envs=arguments.n_envs,
         n_steps=arguments.n_steps,
         policy=arguments.policy,
+        learning_rate=2.5e-4,
         **dict(n_epochs=4, batch_size=None, net_arch=(64, 64), total_timesteps=arguments.n_envs * arguments.n_steps),
     )
     key = jax.random.key(0)
