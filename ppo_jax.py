@@ -377,7 +377,7 @@ def check_fields(owner: Any) -> None:
         if rule is None or (field.default is None and value is None):
             continue
         holds, right = RULES[rule]
-        for number in value if field.name == "clip_range" and isinstance(value, tuple) else (value,):
+        for number in value if rule in TRACED_RULES and isinstance(value, tuple) else (value,):  # a pair
             number = getattr(number, "initial", number)
             unknown = isinstance(number, jax.core.Tracer | jax.tree_util.Partial)
             if not unknown and not holds(number):
@@ -493,12 +493,12 @@ def make_env(config: PPOConfig) -> tuple[Environment, Any]:
 
 def check_spaces(config: PPOConfig, obs_space: Any, action_space: Any) -> None:
     """Raise `ConfigError` where the policy can't serve an environment's spaces."""
-    for space in leaf_spaces(obs_space).values():
+    parts = leaf_spaces(obs_space).values()
+    for space in parts:
         if not (is_discrete(space) or is_box(space) or action_sizes(space)):
             raise ConfigError(f"env: {config.env!r} has observations in {space}; it must be of Discrete and Box spaces")
         smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy, 0)
-        alone = len(leaf_spaces(obs_space)) == 1
-        if smallest and not is_image(space, smallest) and (alone or is_image(space)):
+        if smallest and not is_image(space, smallest) and (len(parts) == 1 or is_image(space)):
             raise ConfigError(
                 f"policy: {config.policy!r} needs images (height, width, channels) from {smallest} by {smallest} on, "
                 f"and {config.env!r} shows {space}; use mlp"
@@ -1120,12 +1120,12 @@ def normalize_obs(statistics: chex.ArrayTree | None, obs: chex.ArrayTree) -> che
     if statistics is None:
         return obs
 
-    def standardize(x: jax.Array, seen: RunningStatistics) -> jax.Array:
+    def normalized(x: jax.Array, seen: RunningStatistics) -> jax.Array:
         if not is_normalized(x):
             return x
         return jnp.clip((x - seen.mean) * jax.lax.rsqrt(seen.variance + 1e-8), -10.0, 10.0)
 
-    return jax.tree.map(standardize, obs, statistics)
+    return jax.tree.map(normalized, obs, statistics)
 
 
 def normalize_reward(config: PPOConfig, agent: Agent, rollout: Rollout) -> tuple[Agent, Rollout]:
@@ -1370,6 +1370,17 @@ def shuffle(key: jax.Array, positions: jax.Array, size: int) -> jax.Array:
 SHUFFLE_ROUNDS = 6
 
 
+def draw_minibatches(config: PPOConfig, key: jax.Array) -> jax.Array:
+    """Return the samples of an update's minibatches, integers (n_epochs * n_minibatches, samples).
+
+    Each epoch's are a partition of the rollout, shuffled anew; of a recurrent policy they count windows.
+    """
+    size = config.rollout_size // config.sequence_length
+    keys = jax.random.split(key, config.n_epochs)
+    orders = jax.vmap(shuffle, (0, None, None))(keys, jnp.arange(size), size)
+    return orders.reshape((config.n_epochs * config.n_minibatches, -1))
+
+
 def ppo_loss(
     params: chex.ArrayTree, config: PPOConfig, network: nn.Module, minibatch: Batch
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -1444,18 +1455,14 @@ def optimise(config: PPOConfig, agent: Agent, batch: Batch, key: jax.Array) -> t
     optimizer = make_optimizer(config)
     loss_function = config.loss_function or ppo_loss
     n_minibatches = config.n_minibatches
-    n_together = config.minibatch_size // config.sequence_length  # samples, or windows of a recurrent policy
-    everything = jnp.arange(n_together * n_minibatches)
-    orders = jax.vmap(shuffle, (0, None, None))(jax.random.split(key, config.n_epochs), everything, everything.size)
-    orders = orders.reshape((-1, n_together))
+    minibatches = draw_minibatches(config, key)
 
     def unfinished(progress: Progress) -> jax.Array:
         return progress.minibatch < config.n_epochs * n_minibatches
 
     def step(progress: Progress) -> Progress:
         place = progress.minibatch % n_minibatches
-        samples = orders[progress.minibatch]
-        minibatch = jax.tree.map(lambda x: x[samples], batch)
+        minibatch = jax.tree.map(lambda x: x[minibatches[progress.minibatch]], batch)
         if config.is_recurrent:
             by_time = jax.tree.map(lambda x: x.swapaxes(0, 1), minibatch._replace(memory=None))
             minibatch = by_time._replace(memory=minibatch.memory)
@@ -1785,22 +1792,28 @@ def load_agents(run_dir: str | pathlib.Path, config: PPOConfig | None = None) ->
         raise ConfigError(
             f"checkpoint: {path} is damaged ({reason}); it must be as the training run left it"
         ) from error
-    leaves, structure = jax.tree.flatten(agents)
-    values = [
-        jax.random.wrap_key_data(value) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else value
-        for leaf, value in zip(leaves, (restored[name] for name in named_leaves(agents, raw=False)))
-    ]
-    return config, structure.unflatten(values)
+
+    def stored_leaf(path: tuple, leaf: jax.ShapeDtypeStruct) -> Any:
+        value = restored[leaf_name(path)]
+        return jax.random.wrap_key_data(value) if is_key(leaf) else value
+
+    return config, jax.tree_util.tree_map_with_path(stored_leaf, agents)
 
 
-def named_leaves(tree: chex.ArrayTree, raw: bool = True) -> dict[str, Any]:
-    """Return each leaf by its path, in the tree's order; raw: keys as integers."""
-
-    def plain(x: jax.Array) -> jax.Array:
-        return jax.random.key_data(x) if raw and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
+def named_leaves(tree: chex.ArrayTree) -> dict[str, jax.Array]:
+    """Return each leaf by its path, keys as integers."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): plain(leaf) for path, leaf in leaves}
+    return {leaf_name(path): jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in leaves}
+
+
+def leaf_name(path: tuple) -> str:
+    """Return a leaf's path in words."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def is_key(leaf: jax.Array) -> bool:
+    """Tell whether an array is of keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def write_config(run_dir: pathlib.Path, config: PPOConfig, **run: Any) -> None:
@@ -2232,7 +2245,7 @@ def run_training(config: PPOConfig, options: RunOptions, callback: Callable | No
             )
         end = time.perf_counter()
         kept_in = save_or_rescue(run_dir, config, options, agents, metrics)
-    except (KeyboardInterrupt, ConfigError):
+    except (KeyboardInterrupt, ConfigError):  # before the handler is in place, or of a logger: nothing is learnt
         if not (run_dir / "checkpoint").exists():
             shutil.rmtree(run_dir)
         raise
@@ -2269,16 +2282,21 @@ def run_evaluation(options: RunOptions) -> int:
     return 0
 
 
+def choose_device(kind: str) -> None:
+    """Make the devices of a kind those that JAX uses; raises `ConfigError` where there is none."""
+    try:
+        jax.config.update("jax_default_device", jax.local_devices(backend=kind)[0])
+    except RuntimeError:
+        found = sorted({device.platform for device in jax.local_devices()})
+        raise ConfigError(f"device: {kind!r} isn't here; it must be auto or {found}") from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 for a failure, 2 for a user's mistake, 130 for Ctrl-C."""
     try:
         config, options = parse_arguments(sys.argv[1:] if argv is None else argv)
         if options.device != "auto":
-            try:
-                jax.config.update("jax_default_device", jax.local_devices(backend=options.device)[0])
-            except RuntimeError:
-                found = sorted({device.platform for device in jax.local_devices()})
-                raise ConfigError(f"device: {options.device!r} isn't here; it must be auto or {found}") from None
+            choose_device(options.device)
         if options.compilation_cache:
             cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
             jax.config.update("jax_compilation_cache_dir", str(cache / "ppo_jax"))

@@ -47,11 +47,10 @@ def slices(config, batch, i):
 
 def shuffles(config, agent, batch, key):
     """Draw all minibatches' indices and gather them."""
+    minibatches = ppo_jax.draw_minibatches(config, key)
 
     def body(i, total):
-        positions = i % config.n_minibatches * config.minibatch_size + jnp.arange(config.minibatch_size)
-        samples = ppo_jax.shuffle(jax.random.fold_in(key, i), positions, config.rollout_size)
-        return total + sum(jnp.sum(x[samples].astype(jnp.float32)) for x in jax.tree.leaves(batch))
+        return total + sum(jnp.sum(x[minibatches[i]].astype(jnp.float32)) for x in jax.tree.leaves(batch))
 
     return each_minibatch(config, jnp.float32(0), body)
 
