@@ -1,1034 +1,249 @@
-"""Proximal Policy Optimization in one file: environments, advantages and updates in one jitted JAX function.
+"""Proximal Policy Optimization in one file, from the environment's step to the update, under jit.
 
-    python ppo_jax.py --env CartPole-v1                                        # from a shell
+    python ppo_jax.py --env CartPole-v1                           # from a shell
 
-    config = PPOConfig(env="CartPole-v1")                                      # from Python
-    agents, metrics = jax.jit(jax.vmap(train, in_axes=(None, 0)))(config, jax.random.split(key, 8))
+    config = PPOConfig(env="CartPole-v1")                         # from Python
+    keys = jax.random.split(jax.random.key(0), 8)
+    agents, metrics = jax.jit(jax.vmap(train, in_axes=(None, 0)))(config, keys)
 
-Rooms, in the order in which data flows: configuration, environments, distributions and networks, the algorithm,
-evaluation, populations, reporting, command line. Each is usable without the ones below it. Rooms 1 to 5 need jax,
-flax, optax, gymnax and chex alone.
+ 1 Settings         PPOConfig, Schedule
+ 2 The algorithm    collect_rollout, compute_gae, make_batch, ppo_loss, optimise, update, train
+ 3 Networks         ActorCritic, Encoder, Memory, UserNetwork
+ 4 Distributions    Categorical, MultiCategorical, DiagonalGaussian, gSDE, Squashed
+ 5 Environments     make_env, VectorEnv, spaces
+ 6 Parts            optimiser, statistics, shapes, the permutation, the convolution
+ 7 Reading          settings as they are given, checked and kept; presets
+ 8 Evaluation       evaluate, make_policy
+ 9 Populations     10 Run folders     11 Reporting     12 Command line
 
+Sections 1 to 7 train by themselves, with jax, flax, optax, gymnax and chex: cut the file below
+them. Where implementations of PPO differ, this one does what Stable-Baselines3 does, except where
+a docstring says otherwise; defaults are its own.
 Schulman et al., "Proximal Policy Optimization Algorithms", 2017, https://arxiv.org/abs/1707.06347
-Where implementations differ this one does what Stable-Baselines3 does; tests/test_sb3_parity.py compares the numbers.
 """
 
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.10.2",
-#     "flax>=0.12.8",
-#     "optax>=0.2.8",
+#     "jax>=0.7.1",
+#     "flax>=0.10.0",
+#     "optax>=0.1.8",
 #     "gymnax>=1.0.1",
-#     "six>=1.17.0",
-#     "chex>=0.1.92",
-#     "orbax-checkpoint>=0.12.8",
-#     "tyro>=1.0.17",
-#     "rich>=15.0.0",
-#     "pyyaml>=6.0.4",
-#     "matplotlib>=3.11.2",
-#     "scipy>=1.17.1",
+#     "six>=1.4.0",
+#     "chex>=0.1.84",
+#     "orbax-checkpoint>=0.11.22",
+#     "tqdm>=4.60.0",
+#     "pyyaml>=6.0",
+#     "matplotlib>=3.9.0",
+#     "scipy>=1.15.0",
 # ]
 # ///
 
 from __future__ import annotations
 
-import ast
+import argparse
 import contextlib
 import csv
 import dataclasses
 import difflib
 import functools
 import importlib
-import io
 import itertools
 import json
 import logging
 import math
+import operator
 import os
 import pathlib
 import re
-import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
-import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
+import flax
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-# XLA runs networks of this size on about one core, so on a CPU every core becomes a device of its own. It must be said
-# before JAX starts, which importing gymnax does, and gives way to the user's JAX_NUM_CPU_DEVICES or XLA_FLAGS.
-if jax.config.jax_num_cpu_devices < 1 and "device_count" not in os.environ.get("XLA_FLAGS", ""):
-    with contextlib.suppress(RuntimeError):  # JAX has started already, with the devices that it has
-        affinity = getattr(os, "sched_getaffinity", None)
-        jax.config.update("jax_num_cpu_devices", len(affinity(0)) if affinity else os.cpu_count())
-
-
-class LaterModule(types.ModuleType):
-    """A module that is imported when something in it is asked for."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+# ==================================================================================================
+# 1. Settings
+# ==================================================================================================
 
 
-# gymnax imports two drawing libraries that take longer than all the rest together, and that nothing here draws with.
-drawing = {name: LaterModule(name) for name in ("seaborn", "matplotlib.pyplot") if name not in sys.modules}
-sys.modules.update(drawing)
-import gymnax  # noqa: E402
-
-for name in drawing:
-    del sys.modules[name]
-
-import chex  # noqa: E402
-import flax  # noqa: E402
-import flax.linen as nn  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from gymnax.environments.environment import Environment  # noqa: E402
-
-# ======================================================================================================================
-# 1. Configuration
-# ======================================================================================================================
+def static(default, kind, help):
+    """Declare a setting that decides shapes or code; section 7 says what a kind allows."""
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help})
 
 
-class ConfigError(ValueError):
-    """A setting that can't work; its one line names the field, the value and what would be right."""
-
-
-def setting(default: Any, help: str, group: str, rule: str | None = None) -> Any:
-    """Declare a setting: its default, what it is, its group on the command line and the RULES entry that it meets."""
-    return dataclasses.field(default=default, metadata={"help": help, "group": group, "rule": rule})
-
-
-def _numbers(value: Any, kind: type, holds: Callable[[np.ndarray], Any]) -> bool:
-    array = np.asarray(value)
-    return np.issubdtype(array.dtype, kind) and bool(np.all(np.isfinite(array) & holds(array)))
-
-
-COUNT = "a whole number from 1 to 2147483647"
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "size": (lambda x: np.ndim(x) == 0 and _numbers(x, np.integer, lambda x: (x >= 1) & (x < 2**31)), COUNT),
-    "sizes": (lambda x: isinstance(x, tuple) and all(RULES["size"][0](width) for width in x), f"each {COUNT}"),
-    "period": (lambda x: x == -1 or RULES["size"][0](x), f"-1 or {COUNT}"),
-    "switch": (lambda x: isinstance(x, bool | np.bool_), "True or False"),
-    "fraction": (lambda x: _numbers(x, np.number, lambda x: (x >= 0) & (x <= 1)), "a number from 0 to 1"),
-    "positive": (lambda x: _numbers(x, np.number, lambda x: x > 0), "a finite number above 0"),
-    "coefficient": (lambda x: _numbers(x, np.number, lambda x: x >= 0), "a finite number, 0 or above"),
-    "number": (lambda x: _numbers(x, np.number, lambda x: x == x), "a finite number"),
-    "whole": (lambda x: np.ndim(x) == 0 and _numbers(x, np.integer, lambda x: x == x), "a whole number"),
-    "arguments": (lambda x: isinstance(x, tuple), "names with values, as in name=1"),
-}
-# Numbers that training only computes with are leaves of a config: they may be swept with `jax.vmap`, a new value
-# compiles nothing, and a schedule may stand in their place. All else decides shapes or code and is static.
-TRACED_RULES = ("fraction", "positive", "coefficient", "number")
-COUNT_RULES = ("size", "period", "whole")
-
-
-@flax.struct.dataclass
-class Schedule:
-    """A number that moves from `initial` to `final_fraction` of it during a run."""
-
-    initial: chex.Numeric
-    final_fraction: chex.Numeric
-    shape: str = flax.struct.field(pytree_node=False)  # "linear" or "cosine"
-
-    def __call__(self, progress_remaining: chex.Numeric) -> chex.Numeric:
-        """Return the number when this share of the run remains, 1 at its start and 0 at its end."""
-        share = progress_remaining if self.shape == "linear" else (1 - jnp.cos(jnp.pi * progress_remaining)) / 2
-        return self.initial * (self.final_fraction + (1 - self.final_fraction) * share)
-
-    def __str__(self) -> str:
-        return f"{self.shape}_{self.initial}_{self.final_fraction}"
-
-
-def read_number(name: str, value: Any, preset: Any = None) -> Any:
-    """Turn what stands for a number or a schedule into a float, an array of agents, a `Schedule` or a pair of them.
-
-    value: what `PPOConfig` takes: numbers; "linear" or "cosine" (from the preset to 0), "linear_3e-4" (from 3e-4),
-    "linear_3e-4_0.1" (to a tenth of it); "low,high" or a tuple, a pair; a function of the progress remaining.
-    """
-    if isinstance(value, str):
-        kind, *numbers = value.strip().split("_")
-        if "," in value and name == "clip_range":
-            return tuple(read_number(name, part, preset) for part in value.split(","))
-        with contextlib.suppress(ValueError):
-            if kind not in ("linear", "cosine"):
-                return float(value)
-            initial, *final = [float(number) for number in numbers] or [getattr(preset, "initial", preset)]
-            if len(final) < 2 and isinstance(initial, float):
-                return Schedule(initial, *(final or [0.0]), kind)
-        raise ConfigError(
-            f"{name}: {value!r} won't do; it must be a number, linear, or like linear_3e-4 or cosine_3e-4_0.1"
-        )
-    if isinstance(value, tuple) and name == "clip_range":
-        return tuple(read_number(name, part, preset) for part in value)
-    if isinstance(value, list | tuple):
-        return np.asarray(value)
-    if callable(value) and not isinstance(value, Schedule | jax.tree_util.Partial):
-        return jax.tree_util.Partial(value)  # a pytree, which a function isn't
-    return float(value) if type(value) is int else value  # or 1 and 1.0 would be compiled apart
-
-
-def read_count(value: Any) -> Any:
-    """Return the integer that 1e6 or "1e6" is, and anything else as it is."""
-    if isinstance(value, int):
-        return value
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        if isinstance(value, str) and value.strip("+-").isdigit():
-            return int(value)
-        return int(float(value)) if float(value).is_integer() else value
-    return value
-
-
-def read_arguments(name: str, value: Any) -> Any:
-    """Turn {"name": 1} or ["name=1"] into a sorted tuple of pairs, which a static field must be."""
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        if not all("=" in item for item in value):
-            raise ConfigError(f"{name}: {' '.join(value)!r} won't do; it must be names with values, as in name=1")
-        value = dict(item.split("=", 1) for item in value)
-    if not isinstance(value, dict):
-        return value
-    read = {}
-    for key, item in value.items():
-        read[key] = item
-        with contextlib.suppress(ValueError, SyntaxError):
-            read[key] = ast.literal_eval(item) if isinstance(item, str) else item
-    return tuple(sorted((key, tuple(item) if isinstance(item, list) else item) for key, item in read.items()))
+def traced(default, kind, help):
+    """Declare a number that can be swept in one compilation, and be a `Schedule`."""
+    metadata = {"kind": kind, "help": help, "traced": True}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PPOConfig:
     """All that a training run depends on besides its key; a pytree whose numbers are leaves.
 
-    A field that isn't given has the value of the environment's preset (`PRESETS`), or else the default below. Names are
-    those of Stable-Baselines3. Raises `ConfigError` for a value that can't work.
+    A field that is not given has the value of the environment's preset (`PRESETS`), or else the
+    default below. Names are those of Stable-Baselines3. Raises `ConfigError` for a value that
+    cannot work.
     """
 
-    env: str | Environment = setting(
-        "CartPole-v1", "A gymnax environment: its name or, in Python, itself.", "environment"
+    # Environment
+    env: Any = static("CartPole-v1", "object", "Environment: a name in gymnax, or module:Class.")
+    env_params: tuple = static((), "arguments", "Parameters of the environment, as in name=1.")
+    total_timesteps: int = static(1_000_000, "total", "Steps to train one agent for.")
+    n_envs: int = static(64, "size", "Copies of the environment that one agent steps.")
+    n_steps: int = static(128, "size", "Steps of each copy in a rollout, between two updates.")
+    frame_skip: int = static(1, "size", "Repeats of each action; rewards add up, as one step.")
+    normalize_obs: bool = static(False, "switch", "Standardise observations as seen so far.")
+    normalize_reward: bool = static(False, "switch", "Divide rewards by the deviation of returns.")
+    stats_window_size: int = static(100, "size", "Latest episodes whose mean return is shown.")
+    # Optimisation
+    batch_size: int | None = static(None, "size", "Samples in a minibatch; None: rollout / 4.")
+    n_epochs: int = static(4, "size", "Passes over the samples of each rollout.")
+    learning_rate: float = traced(3e-4, "coefficient", "Step size of the optimiser.")
+    max_grad_norm: float = traced(0.5, "positive", "Largest global norm of a gradient.")
+    optimizer: Any = static("adam", "object", "Optimiser: the name of a function in optax.")
+    optimizer_kwargs: tuple = static((), "arguments", "Optimiser's arguments, as in b1=0.8.")
+    # Objective
+    gamma: float = traced(0.99, "fraction", "Discount factor of rewards, per step.")
+    gae_lambda: float = traced(0.95, "fraction", "Lambda of GAE; 0: one-step TD, 1: Monte Carlo.")
+    clip_range: float = traced(
+        0.2, "positive", "Clip the ratio to 1 ± this; a,b: from 1 - a to 1 + b."
     )
-    env_params: tuple = setting((), "The environment's own parameters, as in name=1.", "environment", "arguments")
-    total_timesteps: int = setting(
-        1_000_000, "Steps of an agent; the last rollout is completed.", "environment", "size"
+    clip_range_vf: float | None = traced(
+        None, "positive", "Clip values to the old ones ± this; None: no."
     )
-    n_envs: int = setting(64, "Environments that an agent steps side by side.", "environment", "size")
-    n_steps: int = setting(128, "Steps of each environment in a rollout.", "environment", "size")
-    frame_skip: int = setting(1, "Times that each action is repeated; rewards add up.", "environment", "size")
-    normalize_obs: bool = setting(False, "Standardise observations, by running statistics.", "environment", "switch")
-    normalize_reward: bool = setting(False, "Scale rewards by their return's deviation.", "environment", "switch")
-    stats_window_size: int = setting(100, "Episodes that the reported return averages over.", "environment", "size")
-
-    batch_size: int | None = setting(None, "Samples in a minibatch; None: a quarter of all.", "optimisation", "size")
-    n_epochs: int = setting(4, "Passes over each rollout.", "optimisation", "size")
-    learning_rate: float = setting(3e-4, "Step size; or a schedule, as all numbers.", "optimisation", "coefficient")
-    max_grad_norm: float = setting(
-        0.5, "Gradients of a larger global norm are scaled down.", "optimisation", "positive"
+    normalize_advantage: bool = static(True, "switch", "Standardise each minibatch's advantages.")
+    ent_coef: float = traced(0.0, "coefficient", "Weight of the entropy bonus in the loss.")
+    vf_coef: float = traced(0.5, "coefficient", "Weight of the value loss in the loss.")
+    vf_loss: str = static("mse", "vf_loss", "Value loss: mse or huber.")
+    target_kl: float | None = traced(
+        None, "positive", "Stop an update when approx_kl exceeds 1.5 times this; None: never."
     )
-    optimizer: str | Callable = setting("adam", "An optimiser of optax by name; in Python, itself.", "optimisation")
-    optimizer_kwargs: tuple = setting((), "Its arguments, as in weight_decay=1e-4.", "optimisation", "arguments")
-
-    gamma: float = setting(0.99, "Discount of the reward one step later.", "objective", "fraction")
-    gae_lambda: float = setting(0.95, "Advantages: 0 is one-step, 1 is Monte Carlo.", "objective", "fraction")
-    clip_range: float = setting(0.2, "The ratio is clipped to 1 ± clip_range; or low,high.", "objective", "positive")
-    clip_range_vf: float | None = setting(None, "Largest change of a value; None: any.", "objective", "positive")
-    normalize_advantage: bool = setting(True, "Standardise each minibatch's advantages.", "objective", "switch")
-    ent_coef: float = setting(0.0, "Weight of the entropy bonus.", "objective", "coefficient")
-    vf_coef: float = setting(0.5, "Weight of the value loss.", "objective", "coefficient")
-    vf_loss: str = setting("mse", "Value loss: mse, or huber, linear beyond an error of 1.", "objective")
-    target_kl: float | None = setting(None, "An update ends above 1.5 times this KL.", "objective", "positive")
-    loss_function: Callable | None = setting(None, "In place of ppo_loss.", "python")
-    advantage_function: Callable | None = setting(None, "In place of compute_gae.", "python")
-
-    policy: str | nn.Module = setting(
-        "auto", "mlp, cnn, nature_cnn, gru, lstm; auto: a CNN for images, else mlp.", "network"
+    loss_function: Callable | None = static(None, "function", "In place of ppo_loss.")
+    advantage_function: Callable | None = static(None, "function", "In place of compute_gae.")
+    # Network
+    policy: Any = static(
+        "auto",
+        "object",
+        "Network: mlp, cnn, nature_cnn, gru or lstm; auto: cnn for images, else mlp.",
     )
-    net_arch: tuple[int, ...] = setting((64, 64), "Hidden layers, of policy and value each.", "network", "sizes")
-    net_arch_vf: tuple[int, ...] | None = setting(None, "Those of the value alone, if others.", "network", "sizes")
-    activation: str = setting("tanh", "tanh, relu, elu, gelu or silu, behind each of these.", "network")
-    share_features_extractor: bool = setting(True, "One CNN or RNN for policy and value.", "network", "switch")
-    rnn_hidden_size: int = setting(64, "Units of a gru or lstm.", "network", "size")
-    sub_traj_len: int = setting(16, "Steps that a gru or lstm is trained through at once.", "network", "size")
-    ortho_init: bool = setting(True, "Draw orthogonal weights, else Flax's default.", "network", "switch")
-    log_std_init: float = setting(0.0, "Logarithm of a Gaussian's initial deviation.", "network", "number")
-    squash_output: bool = setting(False, "Squash Gaussian actions to their bounds by tanh.", "network", "switch")
-    use_sde: bool = setting(False, "Explore by noise that depends on the state (gSDE).", "network", "switch")
-    sde_sample_freq: int = setting(-1, "Steps after which its noise is drawn anew; -1: a rollout.", "network", "period")
+    net_arch: tuple = static((64, 64), "sizes", "Units of each hidden layer.")
+    net_arch_vf: tuple | None = static(
+        None, "sizes", "Units of the value network's hidden layers; None: as net_arch."
+    )
+    activation: str = static("tanh", "activation", "Activation: tanh, relu, elu, gelu or silu.")
+    share_features_extractor: bool = static(
+        True, "switch", "Let policy and value network share one CNN or RNN."
+    )
+    rnn_hidden_size: int = static(64, "size", "Units of a gru or lstm.")
+    sub_traj_len: int = static(16, "size", "Length of sequences that a gru or lstm is trained on.")
+    ortho_init: bool = static(True, "switch", "Draw orthogonal initial weights.")
+    log_std_init: float = traced(0.0, "number", "Initial log standard deviation of actions.")
+    squash_output: bool = static(False, "switch", "Squash continuous actions by tanh.")
+    use_sde: bool = static(False, "switch", "Explore by state-dependent noise (gSDE).")
+    sde_sample_freq: int = static(-1, "period", "gSDE: steps between draws; -1: one per rollout.")
 
-    def __init__(self, env: str | Environment = "CartPole-v1", **given: Any):
-        fields = dataclasses.fields(self)
-        for name in given.keys() - {field.name for field in fields}:
-            raise ConfigError(f"{name}: no such setting{closest(name, [field.name for field in fields])}")
-        if isinstance(given.get("net_arch"), dict):  # as in Stable-Baselines3
-            arch = given["net_arch"]
-            given = {"net_arch_vf": tuple(arch.get("vf", ()))} | given | {"net_arch": tuple(arch.get("pi", ()))}
+    def __init__(self, env="CartPole-v1", **given):
         preset = PRESETS.get(env, {}) if isinstance(env, str) else {}
-        values = {field.name: field.default for field in fields} | preset | {"env": env} | given
-        for field in fields:
-            name, rule, value = field.name, field.metadata["rule"], values[field.name]
-            if rule in TRACED_RULES:
-                standing = preset.get(name, field.default)
-                value = read_number(name, value, read_number(name, standing))
-            elif rule == "arguments":
-                value = read_arguments(name, value)
-            elif rule in COUNT_RULES:
-                value = read_count(value)
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        read_settings(self, {"env": env, **given}, preset)
         check_config(self)
 
-    def at(self, progress_remaining: chex.Numeric) -> PPOConfig:
-        """Return a copy with each schedule's number when this share of the run remains."""
-        config = _unflatten_config(*reversed(_flatten_config(self)))
-        for name in TRACED:
-            now = jax.tree.map(
-                lambda x: x(progress_remaining) if callable(x) else x, getattr(self, name), is_leaf=callable
-            )
-            object.__setattr__(config, name, now)
-        return config
+    def at(self, progress_remaining):
+        """Return a copy with each schedule's number when this fraction of the run remains."""
 
-    def replace(self, **changes: Any) -> PPOConfig:
-        """Return a copy with some fields changed; the others stay, also where `env` is among the changes."""
+        def evaluated(value):
+            return value(progress_remaining) if callable(value) else value
+
+        return jax.tree.map(evaluated, self, is_leaf=callable)
+
+    def replace(self, **changes):
+        """Return a copy with some fields changed; the others stay, whatever the preset."""
         return dataclasses.replace(self, **changes)
 
     @property
-    def env_name(self) -> str:
-        """The environment's name, or its class's."""
-        return self.env if isinstance(self.env, str) else type(self.env).__name__
-
-    @property
-    def rollout_size(self) -> int:
-        """Samples in one rollout: n_envs * n_steps."""
+    def rollout_size(self):
+        """Samples in one rollout."""
         return self.n_envs * self.n_steps
 
     @property
-    def minibatch_size(self) -> int:
-        """Samples in one minibatch: batch_size, at most the rollout."""
-        if self.batch_size is None:
-            n_sequences = self.rollout_size // self.sequence_length
-            return self.rollout_size // next(parts for parts in (4, 3, 2, 1) if n_sequences % parts == 0)
-        return min(self.batch_size, self.rollout_size)
+    def n_updates(self):
+        """Updates in a run, for which its steps are rounded up to whole rollouts."""
+        return -(-self.total_timesteps // self.rollout_size)
 
     @property
-    def n_minibatches(self) -> int:
-        """Minibatches in one epoch."""
-        return self.rollout_size // self.minibatch_size
+    def is_recurrent(self):
+        """Whether the policy has a memory of earlier steps."""
+        return self.policy in RECURRENT or hasattr(self.policy, "initial_memory")
 
     @property
-    def is_recurrent(self) -> bool:
-        """Whether the policy remembers earlier steps."""
-        return self.policy in RECURRENT
-
-    @property
-    def sequence_length(self) -> int:
-        """Steps that stay together when a rollout is shuffled: sub_traj_len of a recurrent policy, else 1."""
+    def sequence_length(self):
+        """Steps that stay together when a rollout is shuffled; 1 without a memory."""
         return self.sub_traj_len if self.is_recurrent else 1
 
     @property
-    def noise_steps(self) -> int:
-        """Steps for which the policy's noise is kept: sde_sample_freq of gSDE, else 1."""
+    def n_minibatches(self):
+        """Minibatches in one epoch."""
+        if self.batch_size is not None:
+            return max(1, self.rollout_size // self.batch_size)
+        n_sequences = self.rollout_size // self.sequence_length
+        return next(parts for parts in (4, 3, 2, 1) if n_sequences % parts == 0)
+
+    @property
+    def minibatch_size(self):
+        """Samples in one minibatch; the whole rollout where batch_size is larger."""
+        return self.rollout_size // self.n_minibatches
+
+    @property
+    def noise_steps(self):
+        """Steps for which one draw of the policy's noise is kept; 1 without gSDE."""
         if not self.use_sde:
             return 1
         return self.n_steps if self.sde_sample_freq == -1 else self.sde_sample_freq
 
-    @property
-    def n_updates(self) -> int:
-        """Updates in a run of `train`: enough rollouts for total_timesteps, the last one completed."""
-        return -(-self.total_timesteps // self.rollout_size)
-
-
-TRACED = [field.name for field in dataclasses.fields(PPOConfig) if field.metadata["rule"] in TRACED_RULES]
-STATIC = [field.name for field in dataclasses.fields(PPOConfig) if field.metadata["rule"] not in TRACED_RULES]
-
-
-def _flatten_config(config: PPOConfig) -> tuple[list, tuple]:
-    return [getattr(config, name) for name in TRACED], tuple(getattr(config, name) for name in STATIC)
-
-
-def _flatten_with_keys(config: PPOConfig) -> tuple[list, tuple]:
-    traced, static = _flatten_config(config)
-    return [(jax.tree_util.GetAttrKey(name), value) for name, value in zip(TRACED, traced)], static
-
-
-def _unflatten_config(static: tuple, traced: list) -> PPOConfig:
-    config = object.__new__(PPOConfig)  # past __init__: leaves may be tracers, axes or shapes here
-    for name, value in zip(STATIC + TRACED, [*static, *traced]):
-        object.__setattr__(config, name, value)
-    return config
-
-
-jax.tree_util.register_pytree_with_keys(PPOConfig, _flatten_with_keys, _unflatten_config, _flatten_config)
-
-
-def closest(name: str, known: list[str]) -> str:
-    """Return "; did you mean …?" with the known names nearest to `name`, or "" where none is near."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    near = [lower[match] for match in difflib.get_close_matches(str(name).lower(), lower, n=3, cutoff=0.5)]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def check_fields(owner: Any) -> None:
-    """Raise `ConfigError` at the first `setting` that breaks its rule; traced values are passed over."""
-    for field in dataclasses.fields(owner):
-        value, rule = getattr(owner, field.name), field.metadata["rule"]
-        if rule is None or (field.default is None and value is None):
-            continue
-        holds, right = RULES[rule]
-        for number in value if rule in TRACED_RULES and isinstance(value, tuple) else (value,):  # a pair
-            number = getattr(number, "initial", number)
-            unknown = isinstance(number, jax.core.Tracer | jax.tree_util.Partial)
-            if not unknown and not holds(number):
-                raise ConfigError(
-                    f"{field.name}: {value!r} won't do; it must be {right}{' or None' * (field.default is None)}"
-                )
-
-
-def check_config(config: PPOConfig) -> None:
-    """Raise `ConfigError` at the first setting that can't work; traced values are passed over."""
-    check_fields(config)
-    if isinstance(config.env, str) and config.env not in gymnax.registered_envs:
-        near = closest(config.env, gymnax.registered_envs) or f"; gymnax has {', '.join(gymnax.registered_envs)}"
-        raise ConfigError(f"env: {config.env!r} is no environment of gymnax{near}")
-    for name in ("reset", "step", "default_params", "observation_space", "action_space"):
-        if not isinstance(config.env, str) and not hasattr(config.env, name):
-            raise ConfigError(f"env: {config.env!r} has no {name}; it must be a name or have gymnax's interface")
-    if config.rollout_size >= 2**30:  # twice that must fit the integers that `shuffle` computes with
-        raise ConfigError(f"n_envs: {config.n_envs} times n_steps: {config.n_steps} must be below {2**30} samples")
-    if isinstance(config.clip_range, tuple) and len(config.clip_range) != 2:
-        raise ConfigError(f"clip_range: {config.clip_range} won't do; it must be a number or a pair, low and high")
-    for name, known in (("policy", POLICIES), ("activation", (*ACTIVATIONS,)), ("vf_loss", ("mse", "huber"))):
-        value = getattr(config, name)
-        if value not in known and (isinstance(value, str) or name != "policy"):
-            near = closest(value, known)
-            raise ConfigError(f"{name}: {value!r} is unknown; it must be one of {', '.join(known)}{near}")
-    if isinstance(config.optimizer, str) and not callable(getattr(optax, config.optimizer, None)):
-        raise ConfigError(f"optimizer: optax has no {config.optimizer!r}{closest(config.optimizer, dir(optax))}")
-    if config.n_steps % config.sequence_length:
-        near = nearest_divisors(config.sub_traj_len, config.n_steps)
-        raise ConfigError(
-            f"sub_traj_len: {config.sub_traj_len} doesn't divide n_steps = {config.n_steps}; the nearest sizes that do "
-            f"are {near}"
-        )
-    whole, part = config.rollout_size // config.sequence_length, config.minibatch_size / config.sequence_length
-    if config.rollout_size % config.minibatch_size or part != int(part):
-        near = nearest_divisors(part, whole, config.sequence_length)
-        windows = f" in windows of sub_traj_len = {config.sub_traj_len} steps" * config.is_recurrent
-        raise ConfigError(
-            f"batch_size: {config.batch_size} doesn't divide the rollout of n_envs * n_steps = {config.rollout_size} "
-            f"samples{windows}; the nearest sizes that do are {near}"
-        )
-    if config.use_sde and config.sde_sample_freq > config.n_steps:
-        raise ConfigError(f"sde_sample_freq: {config.sde_sample_freq} is above n_steps = {config.n_steps}")
-
-
-def nearest_divisors(wanted: float, whole: int, unit: int = 1) -> str:
-    """Return the divisors of `whole` next to `wanted` from below and above, in words, times `unit`."""
-    below = next(n for n in range(min(whole, max(1, math.floor(wanted))), 0, -1) if whole % n == 0)
-    above = next((n for n in range(max(1, math.ceil(wanted)), whole + 1) if whole % n == 0), whole)
-    return " and ".join(str(unit * n) for n in dict.fromkeys([below, above]))
-
-
-# What differs from the defaults above, by environment; those without an entry train with the defaults. CartPole's and
-# Pendulum's settings were tuned until the tests of learning passed with room; the others are of usual sizes.
-CARTPOLE = dict(total_timesteps=300_000, n_envs=32, n_steps=32, n_epochs=8, gamma=0.98, gae_lambda=0.9)
-CARTPOLE |= dict(learning_rate="linear_1e-3")
-MINATAR = dict(total_timesteps=10_000_000, learning_rate="linear_1e-3", ent_coef=0.01, net_arch=())
-PRESETS: dict[str, dict[str, Any]] = {
-    "CartPole-v1": CARTPOLE,
-    "Acrobot-v1": CARTPOLE | dict(total_timesteps=500_000, gamma=0.99, gae_lambda=0.95, ent_coef=0.01),
-    "Pendulum-v1": CARTPOLE | dict(n_envs=16, n_steps=128, batch_size=256, n_epochs=10, gamma=0.9, gae_lambda=0.95),
-    "Asterix-MinAtar": MINATAR,
-    "Breakout-MinAtar": MINATAR,
-    "Freeway-MinAtar": MINATAR,
-    "Seaquest-MinAtar": MINATAR,
-    "SpaceInvaders-MinAtar": MINATAR,
-    "Pong-misc": MINATAR,
-}
-
-
-# ======================================================================================================================
-# 2. Environments
-# ======================================================================================================================
-
-
-@functools.lru_cache(maxsize=64)
-def _make_gymnax(name: str) -> tuple[Environment, Any]:
-    try:
-        with jax.ensure_compile_time_eval():  # some make arrays, which must outlive the trace that they are made in
-            return gymnax.make(name)
-    except OSError as error:
-        raise ConfigError(
-            f"env: {name!r} downloads its data when it is made, and that failed ({error}); it needs a network"
-        ) from error
-
-
-def make_env(config: PPOConfig) -> tuple[Environment, Any]:
-    """Return the environment of a config and its parameters, with `env_params` put in.
-
-    Raises `ConfigError` where it can't be made, has no such parameter, or has spaces that the policy can't serve.
-    """
-    env, env_params = (
-        _make_gymnax(config.env) if isinstance(config.env, str) else (config.env, config.env.default_params)
-    )
-    for name, value in config.env_params:
-        known = [field.name for field in dataclasses.fields(env_params)]
-        if name not in known:
-            raise ConfigError(
-                f"env_params: {config.env!r} has no {name}{closest(name, known)}; it has {', '.join(known)}"
-            )
-        default = getattr(env_params, name)
-        if isinstance(default, int | float):
-            if not isinstance(value, int | float) or type(default)(value) != value:
-                right = "a whole number" if isinstance(default, int) else "a number"
-                raise ConfigError(f"env_params: {name}={value!r} won't do; it must be {right}, as {default} is")
-            value = type(default)(value)
-        env_params = dataclasses.replace(env_params, **{name: value})
-    if isinstance(config.policy, str):
-        check_spaces(config, env.observation_space(env_params), env.action_space(env_params))
-    return env, env_params
-
-
-def check_spaces(config: PPOConfig, obs_space: Any, action_space: Any) -> None:
-    """Raise `ConfigError` where the policy can't serve an environment's spaces."""
-    parts = leaf_spaces(obs_space).values()
-    for space in parts:
-        if not (is_discrete(space) or is_box(space) or action_sizes(space)):
-            raise ConfigError(f"env: {config.env!r} has observations in {space}; it must be of Discrete and Box spaces")
-        smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy, 0)
-        if smallest and not is_image(space, smallest) and (len(parts) == 1 or is_image(space)):
-            raise ConfigError(
-                f"policy: {config.policy!r} needs images (height, width, channels) from {smallest} by {smallest} on, "
-                f"and {config.env!r} shows {space}; use mlp"
-            )
-    if not (is_discrete(action_space) or is_box(action_space) or action_sizes(action_space)):
-        raise ConfigError(
-            f"env: {config.env!r} has actions in {action_space}; it must be a Discrete, Box, MultiDiscrete or "
-            "MultiBinary space, or a Tuple of Discrete ones"
-        )
-    for name in ("squash_output", "use_sde"):
-        if getattr(config, name) and not is_box(action_space):
-            raise ConfigError(f"{name}: True needs continuous actions and {config.env!r} has {action_space}")
-    if config.squash_output and not (np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()):
-        raise ConfigError(f"squash_output: True needs finite bounds and {config.env!r} has {action_space}")
-
-
-# Spaces are told apart by what they have, so that those of gymnasium serve too, which gymnax has fewer of.
-def is_discrete(space: Any) -> bool:
-    """Tell whether a space is of the integers from 0 to n - 1."""
-    return hasattr(space, "n") and space.shape == ()
-
-
-def is_box(space: Any) -> bool:
-    """Tell whether a space is of real vectors between bounds."""
-    return hasattr(space, "low") and hasattr(space, "high")
-
-
-def action_sizes(space: Any) -> tuple[int, ...]:
-    """Return the number of choices of each part of a MultiDiscrete, MultiBinary or Tuple of Discrete space, else ()."""
-    if hasattr(space, "nvec"):
-        return tuple(int(n) for n in np.ravel(space.nvec))
-    if hasattr(space, "n") and space.shape:
-        return (2,) * math.prod(space.shape)
-    parts = getattr(space, "spaces", ())
-    return tuple(int(part.n) for part in parts) if not isinstance(parts, dict) and all(map(is_discrete, parts)) else ()
-
-
-def leaf_spaces(space: Any) -> dict[str, Any]:
-    """Return the spaces that a Dict or Tuple is made of, by path, without an action mask; any other under ""."""
-    parts = getattr(space, "spaces", None)
-    if parts is None:
-        return {"": space}
-    named = parts.items() if hasattr(parts, "items") else enumerate(parts)
-    return {
-        f"{name}/{path}" if path else str(name): leaf
-        for name, part in named
-        if name != "action_mask"
-        for path, leaf in leaf_spaces(part).items()
-    }
-
-
-def is_image(space: Any, smallest: int = 3) -> bool:
-    """Tell whether observations have the three axes of an image, large enough for a filter."""
-    return is_box(space) and len(space.shape) == 3 and min(space.shape[:2]) >= smallest
-
-
-def reset_envs(env: Environment, env_params: Any, keys: jax.Array) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-    """Reset an environment for each key (N,): observations and states (N, …), of exact types, fit for a scan."""
-    obs, states = jax.vmap(env.reset, in_axes=(0, None))(keys, env_params)
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), (obs, states))
-
-
-class Step(NamedTuple):
-    """What a step of N environments gives: the first two are the next episode's where one has ended."""
-
-    obs: chex.ArrayTree  # (N, …)
-    states: chex.ArrayTree  # (N, …)
-    reward: jax.Array  # (N,) float32
-    terminated: jax.Array  # (N,) bool, the environment ended the episode
-    truncated: jax.Array  # (N,) bool, the time limit did, and only it
-    final_obs: chex.ArrayTree  # (N, …), what the step led to, before any reset
-    task_id: jax.Array | None  # (N,) int32, of an environment with several tasks
-
-
-def step_envs(
-    env: Environment,
-    env_params: Any,
-    keys: jax.Array,
-    states: Any,
-    action: jax.Array,
-    starts: tuple[Any, Any],
-    squash_output: bool = False,
-    frame_skip: int = 1,
-) -> Step:
-    """Step N environments; where an episode ends, the next one begins with the observation and state of `starts`.
-
-    keys: (N,); states: (N, …); action: (N, …), as a policy samples it; starts: what `reset_envs` returns. The step of
-    gymnax draws a reset within, which takes longer than all the rest of a small environment's step. An environment
-    that brings a step of its own keeps it. frame_skip: the action is repeated, up to the end of the episode.
-    """
-    action = environment_action(env.action_space(env_params), action, squash_output)
-    moment = step_once(env, env_params, keys, states, action)
-    for repeat in range(1, frame_skip):
-        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, repeat)
-        later = step_once(env, env_params, keys, moment.states, action)
-        later = later._replace(reward=moment.reward + later.reward)
-        moment = choose(moment.terminated | moment.truncated, moment, later)
-    if resets_itself(env):
-        return moment
-    done = moment.terminated | moment.truncated
-    obs, states = choose(done, starts, (moment.final_obs, moment.states))
-    return moment._replace(obs=obs, states=states)
-
-
-def step_once(env: Environment, env_params: Any, keys: jax.Array, states: Any, action: chex.ArrayTree) -> Step:
-    """Step N environments, which stay where they are at an episode's end unless their step is their own."""
-    if resets_itself(env):
-        obs, new_states, reward, terminated, truncated, info = jax.vmap(env.step, in_axes=(0, 0, 0, None))(
-            keys, states, action, env_params
-        )
-        final_obs = info["final_observation"]
-    else:
-        obs, new_states, reward, terminated, info = jax.vmap(env.step_env, in_axes=(0, 0, 0, None))(
-            keys, states, action, env_params
-        )
-        final_obs = obs
-        truncated = jax.vmap(env.is_truncated, in_axes=(0, None))(new_states, env_params)
-    new_states = jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), states, new_states)
-    ends = terminated, truncated & ~terminated
-    return Step(obs, new_states, reward.astype(jnp.float32), *ends, final_obs, info.get("task_id"))
-
-
-def environment_action(action_space: Any, action: jax.Array, squash_output: bool = False) -> chex.ArrayTree:
-    """Turn actions as a policy samples them, (N,) or (N, A), into those that the environment takes."""
-    if is_box(action_space):
-        low, high = jnp.asarray(action_space.low), jnp.asarray(action_space.high)
-        action = action.reshape((*action.shape[:-1], *action_space.shape))
-        if squash_output:
-            action = low + (jnp.tanh(action) + 1) / 2 * (high - low)
-        return jnp.clip(action, low, high)
-    if hasattr(action_space, "spaces"):
-        return tuple(action[..., i] for i in range(action.shape[-1]))
-    return action.reshape((*action.shape[:1], *action_space.shape))
-
-
-def resets_itself(env: Environment) -> bool:
-    """Tell whether an environment's step is its own rather than gymnax's."""
-    return type(env).step is not Environment.step
-
-
-def choose(mask: jax.Array, yes: chex.ArrayTree, no: chex.ArrayTree) -> chex.ArrayTree:
-    """Take each row (N, …) of two trees from the first where `mask` (N,) is true."""
-    return jax.tree.map(lambda x, y: jnp.where(expand(mask, x), x, y), yes, no)
-
-
-def expand(mask: jax.Array, like: jax.Array) -> jax.Array:
-    """Give `mask` trailing axes of size 1 until it broadcasts against `like`."""
-    return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))
-
-
-# ======================================================================================================================
-# 3. Distributions and networks
-# ======================================================================================================================
-
-
-# Each has `noise` (what `sample` needs, drawn for `lead` samples at once), `sample`, `mode`, `log_prob` and `entropy`.
-@flax.struct.dataclass
-class Categorical:
-    """A distribution over the actions 0 … A - 1, given by unnormalised log-probabilities (…, A)."""
-
-    logits: jax.Array
-
-    def noise(self, key: jax.Array, *lead: int) -> jax.Array:
-        """Draw standard Gumbel noise (*lead, …, A)."""
-        return jax.random.gumbel(key, (*lead, *self.logits.shape))
-
-    def sample(self, noise: jax.Array) -> jax.Array:
-        """Return actions (…,) by the Gumbel-max trick."""
-        return jnp.argmax(self.logits + noise, axis=-1)
-
-    def mode(self) -> jax.Array:
-        """Return the most probable actions (…,)."""
-        return jnp.argmax(self.logits, axis=-1)
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Return the log-probability (…,) of actions (…,)."""
-        log_probs = jax.nn.log_softmax(self.logits)
-        return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
-
-    def entropy(self, action: jax.Array) -> jax.Array:
-        """Return the entropy (…,) in nats; it doesn't depend on the action."""
-        log_probs = jax.nn.log_softmax(self.logits)
-        return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-
 
 @flax.struct.dataclass
-class MultiCategorical:
-    """Independent categorical distributions: logits (…, sum of sizes), actions (…, number of sizes)."""
+class Schedule:
+    """A number that goes with the progress of a run from `initial` to a fraction of that."""
 
-    logits: jax.Array
-    sizes: tuple[int, ...] = flax.struct.field(pytree_node=False)
+    initial: chex.Numeric
+    final_fraction: chex.Numeric
+    shape: str = flax.struct.field(pytree_node=False)  # linear or cosine
 
-    def noise(self, key: jax.Array, *lead: int) -> jax.Array:
-        """Draw standard Gumbel noise (*lead, …, sum of sizes)."""
-        return jax.random.gumbel(key, (*lead, *self.logits.shape))
+    def __call__(self, progress_remaining):
+        """Return the number when this fraction of the run remains, from 1 down to 0."""
+        height = progress_remaining
+        if self.shape == "cosine":
+            height = (1 - jnp.cos(jnp.pi * progress_remaining)) / 2
+        return self.initial * (self.final_fraction + (1 - self.final_fraction) * height)
 
-    def sample(self, noise: jax.Array) -> jax.Array:
-        """Return actions by the Gumbel-max trick."""
-        return MultiCategorical(self.logits + noise, self.sizes).mode()
+    def __str__(self):
+        return f"{self.shape}_{self.initial}_{self.final_fraction}"
 
-    def mode(self) -> jax.Array:
-        """Return the most probable actions."""
-        return jnp.stack([part.mode() for part in self._parts()], axis=-1)
 
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Return the log-probability (…,) of actions, the sum over their parts."""
-        return sum(part.log_prob(action[..., i]) for i, part in enumerate(self._parts()))
+class ConfigError(ValueError):
+    """A setting that cannot work: the message names it, its value and what would be right."""
 
-    def entropy(self, action: jax.Array) -> jax.Array:
-        """Return the entropy (…,) in nats, the sum over the parts; it doesn't depend on the action."""
-        return sum(part.entropy(action) for part in self._parts())
 
-    def _parts(self) -> list[Categorical]:
-        return [Categorical(part) for part in jnp.split(self.logits, np.cumsum(self.sizes)[:-1], axis=-1)]
-
-
-@flax.struct.dataclass
-class DiagonalGaussian:
-    """Independent normal distributions: mean (…, A), log_std (A,) or (…, A)."""
-
-    mean: jax.Array
-    log_std: jax.Array
-
-    def noise(self, key: jax.Array, *lead: int) -> jax.Array:
-        """Draw standard normal noise (*lead, …, A)."""
-        return jax.random.normal(key, (*lead, *self.mean.shape))
-
-    def sample(self, noise: jax.Array) -> jax.Array:
-        """Return actions (…, A)."""
-        return self.mean + jnp.exp(self.log_std) * noise
-
-    def mode(self) -> jax.Array:
-        """Return the most probable actions, the means."""
-        return self.mean
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Return the log-density (…,) of actions (…, A)."""
-        standard = (action - self.mean) * jnp.exp(-self.log_std)
-        return jnp.sum(-0.5 * standard**2 - self.log_std - 0.5 * math.log(2 * math.pi), axis=-1)
-
-    def entropy(self, action: jax.Array) -> jax.Array:
-        """Return the entropy (…,) in nats; it doesn't depend on the action."""
-        terms = self.log_std + 0.5 * math.log(2 * math.pi * math.e)
-        return jnp.sum(jnp.broadcast_to(terms, self.mean.shape), axis=-1)
-
-    def marginal(self) -> DiagonalGaussian:
-        """Return itself."""
-        return self
-
-
-@flax.struct.dataclass
-class StateDependentGaussian:
-    """Exploration by a matrix of noise that is kept for several steps: action = mean + features @ matrix.
-
-    mean: (…, A); features: (…, F); log_std: (F, A), of the matrix's entries. Raffin et al., "Smooth Exploration for
-    Robotic Reinforcement Learning", 2021, https://arxiv.org/abs/2005.05719; no gradient flows through the features'
-    part in the deviation, as in Stable-Baselines3.
-    """
-
-    mean: jax.Array
-    features: jax.Array
-    log_std: jax.Array
-
-    def noise(self, key: jax.Array, *lead: int) -> jax.Array:
-        """Draw standard normal noise (*lead, …, F, A)."""
-        return jax.random.normal(key, (*lead, *self.mean.shape[:-1], *self.log_std.shape))
-
-    def sample(self, noise: jax.Array) -> jax.Array:
-        """Return actions (…, A) for matrices (…, F, A)."""
-        return self.mean + jnp.einsum("...f,...fa->...a", self.features, noise * jnp.exp(self.log_std))
-
-    def mode(self) -> jax.Array:
-        """Return the most probable actions, the means."""
-        return self.mean
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Return the log-density (…,) of actions (…, A), over all matrices."""
-        return self.marginal().log_prob(action)
-
-    def entropy(self, action: jax.Array) -> jax.Array:
-        """Return the entropy (…,) in nats, over all matrices; it doesn't depend on the action."""
-        return self.marginal().entropy(action)
-
-    def marginal(self) -> DiagonalGaussian:
-        """Return the distribution of an action, over all matrices: equation 10 of the paper."""
-        variance = jax.lax.stop_gradient(self.features) ** 2 @ jnp.exp(2 * self.log_std)
-        return DiagonalGaussian(self.mean, 0.5 * jnp.log(variance + 1e-6))
-
-
-@flax.struct.dataclass
-class Squashed:
-    """The tanh of a Gaussian. Its actions are those before the tanh, which nothing is lost of at the bounds."""
-
-    gaussian: DiagonalGaussian | StateDependentGaussian
-
-    def noise(self, key: jax.Array, *lead: int) -> jax.Array:
-        """Draw what the Gaussian needs."""
-        return self.gaussian.noise(key, *lead)
-
-    def sample(self, noise: jax.Array) -> jax.Array:
-        """Return actions (…, A) before the tanh."""
-        return self.gaussian.sample(noise)
-
-    def mode(self) -> jax.Array:
-        """Return the Gaussian's most probable actions, before the tanh."""
-        return self.gaussian.mode()
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Return the log-density (…,) of tanh(action): Haarnoja et al., 2018, https://arxiv.org/abs/1801.01290, C."""
-        return self.gaussian.log_prob(action) - self._log_slope(action)
-
-    def entropy(self, action: jax.Array) -> jax.Array:
-        """Return the Gaussian's entropy (…,) and, of the tanh's part, which has no closed form, a one-sample estimate.
-
-        action: the sample. It is written as mean + deviation * noise, so that a gradient sees how it would move.
-        """
-        marginal = self.gaussian.marginal()
-        noise = jax.lax.stop_gradient((action - marginal.mean) * jnp.exp(-marginal.log_std))
-        return marginal.entropy(action) + self._log_slope(marginal.sample(noise))
-
-    def _log_slope(self, action: jax.Array) -> jax.Array:
-        """Return the sum of log(1 - tanh(action)^2), in a form that stays finite."""
-        return jnp.sum(2 * (math.log(2) - action - jax.nn.softplus(-2 * action)), axis=-1)
-
-
-def orthogonal(scale: float) -> Callable:
-    """Return Flax's orthogonal initialiser, safe under `jax.vmap` on a CPU.
-
-    Vmapped, it becomes a batch of LAPACK factorisations, and several of those at once deadlock the thread pool of XLA
-    on a CPU with few cores (seen with jax 0.10.2). There the seeds take turns; elsewhere the batch is the faster way.
-    """
-    plain = nn.initializers.orthogonal(scale)
-
-    def initialise(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-        draw = functools.partial(plain, shape=shape, dtype=dtype)
-        return jax.lax.platform_dependent(key, cpu=jax.custom_batching.sequential_vmap(draw), default=draw)
-
-    return initialise
-
-
-ACTIVATIONS = {"tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
-RECURRENT = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell}
-POLICIES = ("auto", "mlp", "cnn", "nature_cnn", *RECURRENT)
-
-
-class Convolution(nn.Module):
-    """A convolution without padding, as one matrix product over shifted copies of the image.
-
-    Same parameters and results as `nn.Conv`, whose gradient within a loop runs some thirty times slower on a CPU.
-    """
-
-    features: int
-    size: int
-    stride: int
-    kernel_init: Callable
-
-    @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
-        size, channels = self.size, images.shape[-1]
-        kernel = self.param("kernel", self.kernel_init, (size, size, channels, self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        down, right = (
-            [slice(i, i + length - size + 1, self.stride) for i in range(size)] for length in images.shape[-3:-1]
-        )
-        shifted = jnp.concatenate([images[..., rows, columns, :] for rows in down for columns in right], axis=-1)
-        return shifted @ kernel.reshape(-1, self.features) + bias
-
-
-class Encoder(nn.Module):
-    """Observations (…, *shape) of a space to features (…, F), of a Dict or Tuple to those of its parts in a row."""
-
-    obs_space: Any
-    policy: str
-    kernel_init: Callable
-
-    @nn.compact
-    def __call__(self, obs: chex.ArrayTree) -> jax.Array:
-        space = self.obs_space
-        if hasattr(space, "spaces"):
-            names = sorted(space.spaces.keys() - {"action_mask"}) if hasattr(space.spaces, "keys") else range(len(obs))
-            parts = [
-                Encoder(space.spaces[name], self.policy, self.kernel_init, name=str(name))(obs[name]) for name in names
-            ]
-            return jnp.concatenate(parts, axis=-1)
-        if is_discrete(space):
-            return jax.nn.one_hot(obs, space.n)
-        if sizes := action_sizes(space):
-            return jnp.concatenate([jax.nn.one_hot(obs[..., i], n) for i, n in enumerate(sizes)], axis=-1)
-        obs = obs / 255 if obs.dtype == jnp.uint8 and is_image(space) else obs.astype(jnp.float32)
-        if not is_image(space) or self.policy == "mlp":
-            return obs.reshape((*obs.shape[: obs.ndim - len(space.shape)], -1))
-        return (self.nature if self.policy == "nature_cnn" else self.minatar)(obs)
-
-    def minatar(self, images: jax.Array) -> jax.Array:
-        """Return 128 features (…, 128) of images: the network of MinAtar, with strided layers for larger ones.
-
-        Young and Tian, "MinAtar", 2019, https://arxiv.org/abs/1903.03176, section 3: 16 filters of 3 x 3, 128 units.
-        """
-        features, layer = nn.relu(Convolution(16, 3, 1, self.kernel_init, name="conv_0")(images)), 1
-        while min(features.shape[-3:-1]) > 12:
-            features = nn.relu(Convolution(16, 3, 2, self.kernel_init, name=f"conv_{layer}")(features))
-            layer += 1
-        return self.dense(features, 128)
-
-    def nature(self, images: jax.Array) -> jax.Array:
-        """Return 512 features (…, 512) of images: Mnih et al., 2015, https://www.nature.com/articles/nature14236."""
-        for layer, (features, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
-            images = nn.relu(Convolution(features, size, stride, self.kernel_init, name=f"conv_{layer}")(images))
-        return self.dense(images, 512)
-
-    def dense(self, images: jax.Array, width: int) -> jax.Array:
-        """Return `width` features of images, through one layer."""
-        flat = images.reshape((*images.shape[:-3], -1))
-        return nn.relu(nn.Dense(width, kernel_init=self.kernel_init, name="features")(flat))
-
-
-class Memory(nn.Module):
-    """A GRU or LSTM cell: one step, or T of them where `starts` tells which begin an episode."""
-
-    cell: str
-    hidden_size: int
-
-    @nn.compact
-    def __call__(self, features: jax.Array, memory: Any, starts: jax.Array | None) -> tuple[jax.Array, Any]:
-        cell = RECURRENT[self.cell](self.hidden_size, recurrent_kernel_init=orthogonal(1.0), name=self.cell)
-
-        def step(cell: nn.Module, memory: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, Any]]:
-            features, starts = now
-            memory, output = cell(forget(memory, starts), features)
-            return memory, (output, memory)
-
-        if starts is None:
-            memory, output = cell(memory, features)
-            return output, memory
-        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False})
-        return scan(cell, memory, (features, starts))[1]
-
-
-def forget(memory: chex.ArrayTree, starts: jax.Array) -> chex.ArrayTree:
-    """Return a memory that is empty where an episode starts."""
-    return jax.tree.map(lambda x: jnp.where(expand(starts, x), 0.0, x), memory)
-
-
-class ActorCritic(nn.Module):
-    """A policy and a value function: observations (…, *obs_shape) to a distribution over actions and values (…,).
-
-    The two share what the encoder gives, unless the config says otherwise, and nothing behind it. A recurrent policy
-    takes a memory too, for one step or, with `starts` (T, N), for observations (T, N, …), and returns the memory after
-    each step. The entry "action_mask" (…, A) of a dictionary of observations is False for actions that can't be taken.
-    """
-
-    obs_space: Any
-    action_space: Any
-    config: PPOConfig
-
-    @nn.compact
-    def __call__(self, obs: chex.ArrayTree, memory: Any = None, starts: jax.Array | None = None) -> tuple:
-        config = self.config
-        init = orthogonal if config.ortho_init else lambda scale: nn.linear.default_kernel_init
-        features, memories = [], []
-        for name in ("shared",) if config.share_features_extractor else ("policy", "value"):
-            encoder = Encoder(self.obs_space, config.policy, init(math.sqrt(2)), name=f"{name}_encoder")
-            encoded = encoder(obs)
-            if config.is_recurrent:
-                cell = Memory(config.policy, config.rnn_hidden_size, name=f"{name}_memory")
-                encoded, remembered = cell(encoded, memory[len(memories)], starts)
-                memories.append(remembered)
-            features.append(encoded)
-
-        latents = []
-        value_arch = config.net_arch if config.net_arch_vf is None else config.net_arch_vf
-        for head, arch, latent in (("policy", config.net_arch, features[0]), ("value", value_arch, features[-1])):
-            for layer, width in enumerate(arch):
-                latent = nn.Dense(width, kernel_init=init(math.sqrt(2)), name=f"{head}_{layer}")(latent)
-                latent = ACTIVATIONS[config.activation](latent)
-            latents.append(latent)
-        value = nn.Dense(1, kernel_init=init(1.0), name="value_out")(latents[1])[..., 0]
-        if is_box(self.action_space):
-            distribution = self.gaussian(latents[0], init(0.01))
-        else:
-            sizes = action_sizes(self.action_space)
-            width = sum(sizes) or int(self.action_space.n)
-            logits = nn.Dense(width, kernel_init=init(0.01), name="policy_out")(latents[0])
-            if isinstance(obs, dict) and "action_mask" in obs:
-                logits = jnp.where(obs["action_mask"], logits, IMPOSSIBLE)
-            distribution = MultiCategorical(logits, sizes) if sizes else Categorical(logits)
-        return (distribution, value, tuple(memories)) if config.is_recurrent else (distribution, value)
-
-    def gaussian(
-        self, latent: jax.Array, kernel_init: Callable
-    ) -> DiagonalGaussian | StateDependentGaussian | Squashed:
-        """Return the distribution over continuous actions."""
-        config, width = self.config, math.prod(self.action_space.shape)
-        mean = nn.Dense(width, kernel_init=kernel_init, name="policy_out")(latent)
-        shape = (latent.shape[-1], width) if config.use_sde else (width,)
-        log_std = self.param("log_std", nn.initializers.constant(config.log_std_init), shape)
-        if config.use_sde:
-            distribution = StateDependentGaussian(mean, latent, log_std)
-        else:
-            distribution = DiagonalGaussian(mean, log_std)
-        return Squashed(distribution) if config.squash_output else distribution
-
-    def empty_memory(self, n_envs: int) -> tuple:
-        """Return what a recurrent policy remembers at the start of an episode, zeros (n_envs, …)."""
-        config, zeros = self.config, jnp.zeros((n_envs, self.config.rnn_hidden_size))
-        n_memories = 1 if config.share_features_extractor else 2
-        return ((zeros, zeros) if config.policy == "lstm" else zeros,) * n_memories
-
-
-IMPOSSIBLE = -1e9  # the logit of a masked action: e^-1e9 is 0, and 0 * -1e9 is a number
-
-
-class SeparateModules(nn.Module):
-    """Two Flax modules of the user's: observations to a distribution, and to values."""
-
-    actor: nn.Module
-    critic: nn.Module
-
-    def __call__(self, obs: chex.ArrayTree) -> tuple[Any, jax.Array]:
-        return self.actor(obs), self.critic(obs)
-
-
-# ======================================================================================================================
-# 4. The algorithm
-# ======================================================================================================================
+# ==================================================================================================
+# 2. The algorithm
+# ==================================================================================================
 
 
 @flax.struct.dataclass
 class Agent:
-    """All that training carries from one update to the next; its size depends on neither run nor rollout length."""
+    """All that training carries from one update to the next. N: environments of the agent."""
 
     params: chex.ArrayTree
     opt_state: optax.OptState
@@ -1036,380 +251,190 @@ class Agent:
     n_updates: jax.Array  # () int32, updates done
     obs: chex.ArrayTree  # (N, …), what the environments show now
     env_states: chex.ArrayTree  # (N, …)
-    episode_return: jax.Array  # (N,), reward so far in the episodes under way
-    episode_length: jax.Array  # (N,)
-    recent_returns: jax.Array  # (stats_window_size,), of the last finished episodes, the newest first, NaN where none
-    recent_lengths: jax.Array  # (stats_window_size,)
-    # The following are None where the config doesn't ask for them, and then no part of the compiled program.
-    memory: chex.ArrayTree | None  # (N, …), what a recurrent policy remembers
-    obs_statistics: chex.ArrayTree | None  # of normalize_obs: RunningStatistics for each array of an observation
+    memory: chex.ArrayTree | None  # (N, …), of a recurrent policy
+    episode_sums: jax.Array  # (2, N), return and length so far of the episodes under way
+    recent_episodes: jax.Array  # (2, stats_window_size), of finished ones, the newest first
+    n_recent: jax.Array  # () int32, how many of these are known
+    obs_statistics: dict[str, RunningStatistics] | None  # of normalize_obs, by path
+    return_statistics: RunningStatistics | None  # of normalize_reward
     discounted_return: jax.Array | None  # (N,), of normalize_reward
-    return_statistics: RunningStatistics | None  # of discounted_return
+    n_steps: int = flax.struct.field(pytree_node=False)  # of a rollout, which n_updates counts
+
+    def __repr__(self):
+        n_numbers = sum(np.size(leaf) for leaf in jax.tree.leaves(self.params))
+        return f"Agent(n_updates={self.n_updates}, {n_numbers:,} parameters)"
 
 
 class Rollout(NamedTuple):
-    """What T steps of N environments gave; every array but the memory is (T, N, …)."""
+    """What T steps of N environments gave; every array is (T, N, …)."""
 
     obs: chex.ArrayTree
-    action: jax.Array  # as sampled, before any clipping to the bounds
+    action: jax.Array  # as sampled, before a tanh and the clip to the bounds
     reward: jax.Array
     terminated: jax.Array
     truncated: jax.Array
     final_obs: chex.ArrayTree  # what the step led to, before any reset
     task_id: jax.Array | None = None  # of an environment with several tasks
-    memory: chex.ArrayTree | None = None  # (N, …), of a recurrent policy before the first step
+    memory: chex.ArrayTree | None = None  # of a recurrent policy, before the step
 
 
 class Batch(NamedTuple):
-    """The samples that the loss is computed on.
+    """B samples in sequences of L steps; every array but the memory is (B, …).
 
-    Every array is (samples, …); of a recurrent policy (windows, sub_traj_len, …), in a minibatch time first.
+    The steps of a sequence stand in a row. L is sub_traj_len for a policy with a memory, and 1 for
+    any other.
     """
 
-    obs: chex.ArrayTree  # as the network sees them, normalised if the config says so
+    obs: chex.ArrayTree  # as the network sees it: normalised if the config says so
     action: jax.Array
-    log_prob: jax.Array  # of the policy that acted
+    log_prob: jax.Array  # under the policy that acted
     value: jax.Array  # by the value function of that time
     advantage: jax.Array
     value_target: jax.Array
     task_id: jax.Array | None = None
-    starts: jax.Array | None = None  # of a recurrent policy: whether the step is the first of its episode
-    memory: chex.ArrayTree | None = None  # (windows, …), of a recurrent policy at each window's start
+    is_first: jax.Array | None = None  # whether memory is emptied before the step
+    memory: chex.ArrayTree | None = None  # (B / L, …), before the first step of each sequence
 
 
-@flax.struct.dataclass
-class RunningStatistics:
-    """Mean and variance (…) of all that was seen, and of how many samples it was."""
-
-    count: jax.Array
-    mean: jax.Array
-    variance: jax.Array
-
-
-def update_statistics(statistics: RunningStatistics, samples: jax.Array) -> RunningStatistics:
-    """Take in samples (…, *mean's shape).
-
-    Chan et al., 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", equation 2.1, with
-    shares of the whole in place of counts, and differences from the mean so far in place of samples: float32 keeps its
-    digits however many samples there are, and however far from 0.
-    """
-    difference = (samples - statistics.mean).reshape((-1, *statistics.mean.shape))
-    count = statistics.count + len(difference)
-    share = len(difference) / count
-    shift = jnp.mean(difference, axis=0)
-    variance = jnp.mean(jnp.square(difference - shift), axis=0)
-    return RunningStatistics(
-        count,
-        statistics.mean + share * shift,
-        statistics.variance + share * (variance - statistics.variance) + share * (1 - share) * jnp.square(shift),
-    )
-
-
-def is_normalized(leaf: jax.Array) -> bool:
-    """Tell whether an array of observations is of real numbers, rather than of pixels, categories or a mask."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def take_in(obs: jax.Array, statistics: RunningStatistics) -> RunningStatistics:
-    """Update the statistics of an array of observations (T, N, …), if it is normalised."""
-    return update_statistics(statistics, obs) if is_normalized(obs) else statistics
-
-
-def normalize_obs(statistics: chex.ArrayTree | None, obs: chex.ArrayTree) -> chex.ArrayTree:
-    """Return observations standardised and clipped to ±10, as VecNormalize of Stable-Baselines3 does, or as given."""
-    if statistics is None:
-        return obs
-
-    def normalized(x: jax.Array, seen: RunningStatistics) -> jax.Array:
-        if not is_normalized(x):
-            return x
-        return jnp.clip((x - seen.mean) * jax.lax.rsqrt(seen.variance + 1e-8), -10.0, 10.0)
-
-    return jax.tree.map(normalized, obs, statistics)
-
-
-def normalize_reward(config: PPOConfig, agent: Agent, rollout: Rollout) -> tuple[Agent, Rollout]:
-    """Divide a rollout's rewards by the standard deviation of the discounted return so far, and clip them to ±10.
-
-    Engstrom et al., "Implementation Matters in Deep Policy Gradients", 2020, https://arxiv.org/abs/2005.12729, with
-    the constants of Stable-Baselines3's VecNormalize. The returns that are reported stay raw.
-    """
-
-    def step(total: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total = config.gamma * total + now[0]
-        return jnp.where(now[1], 0.0, total), total
-
-    done = rollout.terminated | rollout.truncated
-    last, totals = jax.lax.scan(step, agent.discounted_return, (rollout.reward, done))
-    seen = update_statistics(agent.return_statistics, totals)
-    reward = jnp.clip(rollout.reward * jax.lax.rsqrt(seen.variance + 1e-8), -10.0, 10.0)
-    return agent.replace(discounted_return=last, return_statistics=seen), rollout._replace(reward=reward)
-
-
-def make_network(config: PPOConfig) -> nn.Module:
-    """Return the module that `params` belong to: observations to (distribution, values)."""
-    env, env_params = make_env(config)
-    if isinstance(config.policy, nn.Module):
-        return config.policy
-    if isinstance(config.policy, tuple):
-        return SeparateModules(*config.policy)
-    return ActorCritic(env.observation_space(env_params), env.action_space(env_params), config)
-
-
-def apply_network(network: nn.Module, params: chex.ArrayTree, obs: chex.ArrayTree, memory: Any = None) -> tuple:
-    """Return distribution, values and memory after one step, for observations (…, *obs_shape) and a memory or None."""
-    return network.apply(params, obs, memory) if memory is not None else (*network.apply(params, obs), None)
-
-
-def make_optimizer(config: PPOConfig) -> optax.GradientTransformation:
-    """Return the optimiser behind a clip of the global norm; Adam has the epsilon of the PPO authors' code."""
-    if callable(config.learning_rate):  # which optax would take for a function of its own count
-        raise ConfigError(f"learning_rate: {config.learning_rate} is a schedule; config.at(progress) has its number")
-    arguments = {"eps": 1e-5} if config.optimizer == "adam" else {}
-    optimizer = getattr(optax, config.optimizer) if isinstance(config.optimizer, str) else config.optimizer
-    try:
-        optimizer = optimizer(config.learning_rate, **arguments | dict(config.optimizer_kwargs))
-    except TypeError as error:
-        raise ConfigError(
-            f"optimizer_kwargs: {dict(config.optimizer_kwargs)} for {config.optimizer}: {error}"
-        ) from error
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optimizer)
-
-
-def init_agent(config: PPOConfig, key: jax.Array) -> Agent:
-    """Return an untrained agent with its environments reset."""
-    config = config.at(1.0)
-    env, env_params = make_env(config)
-    key, network_key, reset_key = jax.random.split(key, 3)
-    obs, env_states = reset_envs(env, env_params, jax.random.split(reset_key, config.n_envs))
-    network = make_network(config)
-    memory = network.empty_memory(config.n_envs) if config.is_recurrent else None
-    params = network.init(network_key, obs) if memory is None else network.init(network_key, obs, memory)
-
-    def unseen(x: jax.Array) -> RunningStatistics:
-        shape = x.shape[1:] if is_normalized(x) else ()
-        return RunningStatistics(jnp.float32(0), jnp.zeros(shape), jnp.ones(shape))
-
-    return Agent(
-        params=params,
-        opt_state=make_optimizer(config).init(params),
-        key=key,
-        n_updates=jnp.int32(0),
-        obs=obs,
-        env_states=env_states,
-        episode_return=jnp.zeros(config.n_envs),
-        episode_length=jnp.zeros(config.n_envs),
-        recent_returns=jnp.full(config.stats_window_size, jnp.nan, jnp.float32),
-        recent_lengths=jnp.full(config.stats_window_size, jnp.nan, jnp.float32),
-        memory=memory,
-        obs_statistics=jax.tree.map(unseen, obs) if config.normalize_obs else None,
-        discounted_return=jnp.zeros(config.n_envs) if config.normalize_reward else None,
-        return_statistics=unseen(jnp.zeros(1)) if config.normalize_reward else None,
-    )
-
-
-def collect_rollout(config: PPOConfig, agent: Agent, key: jax.Array) -> tuple[Agent, Rollout]:
+def collect_rollout(config, agent, key):
     """Let the policy act for n_steps in each environment.
 
-    Returns the agent with its environments moved on, and a rollout of (n_steps, n_envs, …) arrays. Random numbers are
-    drawn in blocks outside of the scan over steps, where each operation is paid for n_steps times: all actions' noise
-    at once, and the states that new episodes start from for START_STEPS steps at a time.
+    Returns the agent with its environments moved on, and a rollout of (n_steps, n_envs, …) arrays.
+    Random numbers are drawn outside of the scan over steps, where every operation is paid for
+    n_steps times: all noise of the actions at once, the starts of new episodes in blocks of steps.
     """
-    env, env_params = make_env(config)
+    env = make_env(config)
     network = make_network(config)
-    distribution = jax.eval_shape(functools.partial(apply_network, network), agent.params, agent.obs, agent.memory)[0]
+    policy = functools.partial(act, network, agent)
     noise_key, env_key = jax.random.split(key)
-    noises = distribution.noise(noise_key, -(-config.n_steps // config.noise_steps))
-    env_keys = jax.random.split(env_key, (config.n_steps, config.n_envs, 2))  # for the step and for the next start
+    n_draws = -(-config.n_steps // config.noise_steps)
+    distribution = jax.eval_shape(policy, agent.obs, agent.memory).distribution
+    noise = distribution.noise(noise_key, n_draws)
+    keys = jax.random.split(env_key, (2, config.n_steps, config.n_envs))
 
-    def step(carry: tuple[Any, Any, Any], given: tuple[Any, Any, Any]) -> tuple[tuple[Any, Any, Any], Rollout]:
+    def step(carry, inputs):
         obs, env_states, memory = carry
-        t, keys, starts = given
-        seen = normalize_obs(agent.obs_statistics, obs)
-        distribution, _, memory = apply_network(network, agent.params, seen, memory)
-        action = distribution.sample(noises[t // config.noise_steps])
-        new = step_envs(env, env_params, keys, env_states, action, starts, config.squash_output, config.frame_skip)
-        moment = Rollout(obs, action, new.reward, new.terminated, new.truncated, new.final_obs, new.task_id)
-        return (new.obs, new.states, forget(memory, new.terminated | new.truncated)), moment
+        draw, keys, starts = inputs
+        output = policy(obs, memory)
+        action = output.distribution.sample(noise[draw])
+        new, outcome = env.step(keys, env_states, action, starts)
+        row = Rollout(obs, action, *outcome, memory)
+        memory = forget(network, output.memory, outcome.terminated | outcome.truncated)
+        return (*new, memory), row
 
-    def block(carry: tuple[Any, Any, Any], given: tuple[Any, Any]) -> tuple[tuple[Any, Any, Any], Rollout]:
-        times, keys = given
-        starts = jax.vmap(functools.partial(reset_envs, env, env_params))(keys[:, :, 1])
-        return jax.lax.scan(step, carry, (times, keys[:, :, 0], starts))
+    def block(carry, inputs):
+        draw, step_keys, start_keys = inputs
+        starts = jax.vmap(env.reset)(start_keys)
+        return jax.lax.scan(step, carry, (draw, step_keys, starts))
 
-    length = next(steps for steps in range(START_STEPS, 0, -1) if config.n_steps % steps == 0)
-    split = functools.partial(jax.tree.map, lambda x: x.reshape((-1, length, *x.shape[1:])))
-    join = functools.partial(jax.tree.map, lambda x: x.reshape((-1, *x.shape[2:])))
-    start = (agent.obs, agent.env_states, agent.memory)
-    (obs, env_states, memory), rollout = jax.lax.scan(block, start, split((jnp.arange(config.n_steps), env_keys)))
-    rollout = join(rollout)._replace(memory=agent.memory)
-    return agent.replace(obs=obs, env_states=env_states, memory=memory), rollout
-
-
-START_STEPS = 16
+    draw = jnp.arange(config.n_steps) // config.noise_steps
+    blocks = split_axis((draw, *keys), config.n_steps // block_length(config.n_steps))
+    carry = (agent.obs, agent.env_states, agent.memory)
+    carry, rollout = jax.lax.scan(block, carry, blocks)
+    obs, env_states, memory = carry
+    agent = agent.replace(obs=obs, env_states=env_states, memory=memory)
+    return agent, merge_axes(rollout)
 
 
-def compute_gae(
-    reward: jax.Array,
-    value: jax.Array,
-    next_value: jax.Array,
-    terminated: jax.Array,
-    truncated: jax.Array,
-    gamma: chex.Numeric,
-    gae_lambda: chex.Numeric,
-) -> tuple[jax.Array, jax.Array]:
+def compute_gae(reward, value, next_value, terminated, truncated, gamma, gae_lambda):
     """Return advantages and value targets, both (T, …), by generalised advantage estimation.
 
-    All arrays are (T, …), time first. next_value: the value of what each step led to, where an episode ended that of
-    its last observation. A termination alone makes it count for nothing; either end cuts the sum over later steps.
+    All arrays are (T, …), time first. next_value: value of the next observation; at an episode's
+    end, of its final observation. Where terminated, next_value counts as 0; where terminated or
+    truncated, the sum over later steps ends.
 
         delta_t = r_t + gamma * (1 - terminated_t) * next_value_t - value_t
         A_t     = delta_t + gamma * lambda * (1 - done_t) * A_{t+1}
 
-    Schulman et al., 2015, https://arxiv.org/abs/1506.02438, equation 16; Pardo et al., "Time Limits in Reinforcement
-    Learning", 2018, https://arxiv.org/abs/1712.00378. The value target is A_t + value_t.
+    Schulman et al., 2015, https://arxiv.org/abs/1506.02438, equation 16; Pardo et al., "Time Limits
+    in Reinforcement Learning", 2018, https://arxiv.org/abs/1712.00378. The value target is
+    A_t + value_t.
     """
     chex.assert_equal_shape([reward, value, next_value, terminated, truncated])
     delta = reward + gamma * jnp.where(terminated, 0.0, next_value) - value
     decay = gamma * gae_lambda * jnp.where(terminated | truncated, 0.0, 1.0)
 
-    def step(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        advantage = now[0] + now[1] * later
+    def step(next_advantage, inputs):
+        delta, decay = inputs
+        advantage = delta + decay * next_advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    end = jnp.zeros_like(delta[0])
+    _, advantage = jax.lax.scan(step, end, (delta, decay), reverse=True)
     return advantage, advantage + value
 
 
-def make_batch(config: PPOConfig, agent: Agent, rollout: Rollout) -> Batch:
-    """Return a rollout's samples with log-probabilities, values, advantages and value targets, arrays (T * N, …).
+def make_batch(config, agent, rollout):
+    """Return the Batch of a rollout: log-probabilities, values, advantages and value targets.
 
-    agent: as it is after the rollout, since the last step's value target needs the observations that follow it. Of a
-    recurrent policy, whose steps stay together, the arrays are (T * N / sub_traj_len, sub_traj_len, …).
+    agent: as it is after the rollout; the last value target needs the observations that follow.
+    One minibatch after the other goes through the network, so memory stays that of a minibatch.
     """
     network = make_network(config)
-    see = functools.partial(normalize_obs, agent.obs_statistics)
-    obs, starts, memories = see(rollout.obs), None, None
+    length = config.sequence_length
+    rollout = rollout._replace(obs=normalize_obs(agent.obs_statistics, rollout.obs))
+    samples = to_samples(rollout, length)
+    memory = jax.tree.map(lambda x: x[::length], samples.memory)
+    is_first = None
     if config.is_recurrent:
         done = rollout.terminated | rollout.truncated
-        starts = jnp.concatenate([jnp.zeros_like(done[:1]), done[:-1]])  # rollout.memory is of the first step already
-        distribution, value, memories = network.apply(agent.params, obs, rollout.memory, starts)
-    else:
-        distribution, value, _ = apply_network(network, agent.params, obs)
-    last_value = apply_network(network, agent.params, see(agent.obs), agent.memory)[1]
+        # The memory before row 0 is empty already where an episode begins.
+        is_first = jnp.concatenate([jnp.zeros_like(done[:1]), done[:-1]])
+        is_first = to_samples(is_first, length)
+
+    def evaluate_part(part):
+        obs, action, is_first, memory = part
+        output = network.apply(agent.params, obs, memory, is_first)
+        return output.distribution.log_prob(action), output.value, output.memory
+
+    parts = (samples.obs, samples.action, is_first, memory)
+    parts = jax.lax.map(evaluate_part, split_axis(parts, config.n_minibatches))
+    log_prob, value, next_memory = merge_axes(parts)
+    final_value = final_values(network, agent, samples, next_memory, config.n_minibatches)
+
+    value, final_value = from_samples((value, final_value), length, config.n_envs)
+    last_value = act(network, agent, agent.obs, agent.memory).value
     next_value = jnp.concatenate([value[1:], last_value[None]])
-    # Where an episode was cut, the next row shows the start of another one.
-    next_value = jax.lax.cond(
-        jnp.any(rollout.truncated),
-        lambda: jnp.where(
-            rollout.truncated,
-            apply_network(network, agent.params, see(rollout.final_obs), memories)[1],
-            next_value,
-        ),
-        lambda: next_value,
+    next_value = jnp.where(rollout.truncated, final_value, next_value)
+    advantage_function = config.advantage_function or compute_gae
+    ends = (rollout.terminated, rollout.truncated)
+    advantage, value_target = advantage_function(
+        rollout.reward, value, next_value, *ends, config.gamma, config.gae_lambda
     )
-    advantage, value_target = (config.advantage_function or compute_gae)(
-        rollout.reward,
-        value,
-        next_value,
-        rollout.terminated,
-        rollout.truncated,
-        config.gamma,
-        config.gae_lambda,
-    )
-    log_prob = distribution.log_prob(rollout.action)
-    batch = Batch(obs, rollout.action, log_prob, value, advantage, value_target, rollout.task_id, starts)
-    if not config.is_recurrent:
-        return jax.tree.map(lambda x: x.reshape((config.rollout_size, *x.shape[2:])), batch)
-    before = jax.tree.map(lambda first, x: jnp.concatenate([first[None], x[:-1]]), rollout.memory, memories)
-    length = config.sub_traj_len
-    windows = jax.tree.map(lambda x: x.reshape((-1, length, *x.shape[1:])).swapaxes(1, 2), batch)
-    windows = windows._replace(memory=jax.tree.map(lambda x: x[::length], before))
-    return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), windows)
+    estimates = to_samples((value, advantage, value_target), length)
+    more = (samples.task_id, is_first, memory)
+    return Batch(samples.obs, samples.action, log_prob, *estimates, *more)
 
 
-def shuffle(key: jax.Array, positions: jax.Array, size: int) -> jax.Array:
-    """Return where a pseudo-random permutation of 0 … size - 1 sends `positions`, integers in that range.
+def ppo_loss(params, config, network, minibatch):
+    """Return the loss of a minibatch, a scalar, and a dictionary of scalars to report.
 
-    A Feistel network on the pairs (left, right) of a grid that is just large enough: each round adds to one side a
-    hash of the other, which can be undone, so it is a bijection for every key; what lands outside of the range is sent
-    on until it is inside. `jax.random.permutation` sorts, which on a CPU takes longer than a minibatch's gradient.
-    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002: the generalised Feistel cipher, cycle walking.
+    policy loss + ent_coef * (-entropy) + vf_coef * value loss, as in Stable-Baselines3: the value
+    loss is a mean squared error without a further 1/2 and, with clip_range_vf, of the clipped
+    prediction alone. The clipped surrogate is equation 7 of https://arxiv.org/abs/1707.06347;
+    approx_kl is the mean of (r - 1) - log r, http://joschu.net/blog/kl-approx.html
     """
-    if size < 256:  # where a grid is too small to mix well and a sort is cheap
-        return jnp.argsort(jax.random.bits(key, (size,), jnp.uint32))[positions]
-    # A grid without a rest needs no walking; the rows of a usable one are neither few nor far fewer than the columns.
-    root = math.isqrt(size)
-    exact = next(rows for rows in range(root, 0, -1) if size % rows == 0)
-    rows = exact if exact >= 16 and exact * 16 >= root else root
-    columns = -(-size // rows)
-    round_keys = jax.random.bits(key, (SHUFFLE_ROUNDS, 2, 2), jnp.uint32)
-
-    def hashed(side: jax.Array, keys: jax.Array, modulus: int) -> jax.Array:
-        mixed = (side + keys[0]) * jnp.uint32(0x9E3779B1)
-        mixed = (mixed ^ (mixed >> 15) ^ keys[1]) * jnp.uint32(0x85EBCA77)
-        return (mixed ^ (mixed >> 13)) % jnp.uint32(modulus)
-
-    def permute(position: jax.Array) -> jax.Array:
-        left, right = position // columns, position % columns
-        for keys in round_keys:
-            left = (left + hashed(right, keys[0], rows)) % rows
-            right = (right + hashed(left, keys[1], columns)) % columns
-        return left * columns + right
-
-    position = permute(positions.astype(jnp.uint32))
-    if rows * columns > size:
-        position = jax.lax.while_loop(
-            lambda position: jnp.any(position >= size),
-            lambda position: jnp.where(position >= size, permute(position), position),
-            position,
-        )
-    return position.astype(jnp.int32)
-
-
-SHUFFLE_ROUNDS = 6
-
-
-def draw_minibatches(config: PPOConfig, key: jax.Array) -> jax.Array:
-    """Return the samples of an update's minibatches, integers (n_epochs * n_minibatches, samples).
-
-    Each epoch's are a partition of the rollout, shuffled anew; of a recurrent policy they count windows.
-    """
-    size = config.rollout_size // config.sequence_length
-    keys = jax.random.split(key, config.n_epochs)
-    orders = jax.vmap(shuffle, (0, None, None))(keys, jnp.arange(size), size)
-    return orders.reshape((config.n_epochs * config.n_minibatches, -1))
-
-
-def ppo_loss(
-    params: chex.ArrayTree, config: PPOConfig, network: nn.Module, minibatch: Batch
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the loss of a minibatch, a scalar, and what is reported of it.
-
-    policy loss + ent_coef * (-entropy) + vf_coef * value loss, as in Stable-Baselines3: the value loss is a mean
-    squared error without a further 1/2 and, with clip_range_vf, of the clipped prediction alone. The clipped surrogate
-    is equation 7 of https://arxiv.org/abs/1707.06347; approx_kl is (r - 1) - log r, http://joschu.net/blog/kl-approx.html
-    """
-    if minibatch.memory is None:
-        distribution, value = network.apply(params, minibatch.obs)
-    else:
-        distribution, value, _ = network.apply(params, minibatch.obs, minibatch.memory, minibatch.starts)
-    log_ratio = distribution.log_prob(minibatch.action) - minibatch.log_prob
+    output = network.apply(params, minibatch.obs, minibatch.memory, minibatch.is_first)
+    log_ratio = output.distribution.log_prob(minibatch.action) - minibatch.log_prob
     ratio = jnp.exp(log_ratio)
 
+    # policy loss
     advantage = minibatch.advantage
-    if config.normalize_advantage and advantage.size > 1:
+    if config.normalize_advantage:
         advantage = standardize(advantage, minibatch.task_id)
-    below, above = config.clip_range if isinstance(config.clip_range, tuple) else (config.clip_range,) * 2
-    clipped_ratio = jnp.clip(ratio, 1 - below, 1 + above)
+    low, high = clip_bounds(config.clip_range)
+    clipped_ratio = jnp.clip(ratio, low, high)
     policy_loss = -jnp.mean(jnp.minimum(advantage * ratio, advantage * clipped_ratio))
 
+    # value loss
+    value = output.value
     if config.clip_range_vf is not None:
-        value = minibatch.value + jnp.clip(value - minibatch.value, -config.clip_range_vf, config.clip_range_vf)
-    error = minibatch.value_target - value
-    value_loss = jnp.mean(jnp.square(error) if config.vf_loss == "mse" else optax.losses.huber_loss(error))
+        change = value - minibatch.value
+        value = minibatch.value + jnp.clip(change, -config.clip_range_vf, config.clip_range_vf)
+    value_loss = jnp.mean(VALUE_LOSSES[config.vf_loss](minibatch.value_target - value))
 
-    entropy = jnp.mean(distribution.entropy(minibatch.action))
+    # entropy bonus
+    entropy = jnp.mean(output.distribution.entropy(minibatch.action))
     loss = policy_loss - config.ent_coef * entropy + config.vf_coef * value_loss
     return loss, {
         "policy_loss": policy_loss,
@@ -1420,898 +445,2665 @@ def ppo_loss(
     }
 
 
-def standardize(advantage: jax.Array, task_id: jax.Array | None = None) -> jax.Array:
-    """Return advantages minus their mean, over their unbiased standard deviation + 1e-8; within each task, if given."""
-    if task_id is None:
-        return (advantage - jnp.mean(advantage)) / (jnp.std(advantage, ddof=1) + 1e-8)
-    size = advantage.size
-    task = jnp.unique(task_id, size=size, return_inverse=True)[1].ravel()
-    total = functools.partial(jax.ops.segment_sum, segment_ids=task, num_segments=size)
-    count = total(jnp.ones(size))
-    difference = advantage.ravel() - (total(advantage.ravel()) / jnp.maximum(count, 1))[task]
-    deviation = jnp.sqrt(total(jnp.square(difference)) / jnp.maximum(count - 1, 1))
-    return (difference / (deviation[task] + 1e-8)).reshape(advantage.shape)
-
-
 class Progress(NamedTuple):
     """The state of an update between two minibatches."""
 
     params: chex.ArrayTree
     opt_state: optax.OptState
-    minibatch: jax.Array  # () int32, the next one, counted through all epochs; n_epochs * n_minibatches ends the update
-    n_seen: jax.Array  # () int32, minibatches looked at, the one that stopped the update included
-    n_steps: jax.Array  # () int32, optimiser steps taken
-    sums: dict[str, jax.Array]  # of what ppo_loss reports; of approx_kl within the latest epoch alone
+    n_seen: jax.Array  # () int32, minibatches looked at in this update
+    stopped: jax.Array  # () bool, whether the last of these was too far from the old policy
+    reports: dict[str, jax.Array]  # what the loss reported of each minibatch; 0 where not seen
 
 
-def optimise(config: PPOConfig, agent: Agent, batch: Batch, key: jax.Array) -> tuple[Agent, dict[str, jax.Array]]:
-    """Take the update's gradient steps: n_epochs passes over the batch, each in minibatches shuffled anew.
+def optimise(config, agent, batch, minibatches):
+    """Take a gradient step for each minibatch of each epoch, up to the KL stop.
 
-    batch: what `make_batch` returns. With target_kl, the first minibatch whose approximate KL divergence is above
-    1.5 * target_kl takes no step and ends the update. Returns the agent and the minibatches' means of what `ppo_loss`
-    reports (of approx_kl over the last epoch, as Stable-Baselines3 has it) and `optimizer_steps`, the number taken.
+    batch: what `make_batch` returns. minibatches: what `draw_minibatches` returns. With target_kl,
+    the first minibatch whose approx_kl exceeds 1.5 * target_kl takes no step and ends the update.
+    Returns the agent, the means over minibatches of what the loss reports (of approx_kl over the
+    last epoch, as in Stable-Baselines3) and `optimizer_steps`, the number of steps taken.
     """
     network = make_network(config)
     optimizer = make_optimizer(config)
     loss_function = config.loss_function or ppo_loss
-    n_minibatches = config.n_minibatches
-    minibatches = draw_minibatches(config, key)
+    n_minibatches = minibatches.shape[1]
+    minibatches = merge_axes(minibatches)
 
-    def unfinished(progress: Progress) -> jax.Array:
-        return progress.minibatch < config.n_epochs * n_minibatches
+    def loss(params, index):
+        minibatch = take_sequences(batch, minibatches[index], config.sequence_length)
+        return loss_function(params, config, network, minibatch)
 
-    def step(progress: Progress) -> Progress:
-        place = progress.minibatch % n_minibatches
-        minibatch = jax.tree.map(lambda x: x[minibatches[progress.minibatch]], batch)
-        if config.is_recurrent:
-            by_time = jax.tree.map(lambda x: x.swapaxes(0, 1), minibatch._replace(memory=None))
-            minibatch = by_time._replace(memory=minibatch.memory)
-        gradients, report = jax.grad(loss_function, has_aux=True)(progress.params, config, network, minibatch)
-        changes, opt_state = optimizer.update(gradients, progress.opt_state, progress.params)
-        params = optax.apply_updates(progress.params, changes)
+    def unfinished(progress):
+        return (progress.n_seen < len(minibatches)) & ~progress.stopped
 
-        kept = progress.sums | {"approx_kl": jnp.where(place == 0, 0.0, progress.sums["approx_kl"])}
-        sums = jax.tree.map(jnp.add, kept, report)
-        n_seen, n_steps = progress.n_seen + 1, progress.n_steps + 1
-        following = Progress(params, opt_state, progress.minibatch + 1, n_seen, n_steps, sums)
-        if config.target_kl is None:
-            return following
-        too_far = report["approx_kl"] > 1.5 * config.target_kl
-        held = progress._replace(
-            minibatch=jnp.full_like(progress.minibatch, config.n_epochs * n_minibatches), n_seen=n_seen, sums=sums
-        )
-        return jax.tree.map(functools.partial(jnp.where, too_far), held, following)
+    def step(progress):
+        params, opt_state, n_seen, stopped, reports = progress
+        gradients, report = jax.grad(loss, has_aux=True)(params, n_seen)
+        changes, new_opt_state = optimizer.update(gradients, opt_state, params)
+        new = (optax.apply_updates(params, changes), new_opt_state)
+        if config.target_kl is not None:
+            stopped = report["approx_kl"] > 1.5 * config.target_kl
+            new = choose(stopped, (params, opt_state), new)
+        return Progress(*new, n_seen + 1, stopped, write_row(reports, report, n_seen))
 
-    names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-    none = jnp.int32(0)
-    start = Progress(agent.params, agent.opt_state, none, none, none, {name: jnp.float32(0) for name in names})
-    end = jax.lax.while_loop(unfinished, step, start)
-    n_last_epoch = (end.n_seen - 1) % n_minibatches + 1
-    means = {name: total / (n_last_epoch if name == "approx_kl" else end.n_seen) for name, total in end.sums.items()}
-    return agent.replace(params=end.params, opt_state=end.opt_state), means | {"optimizer_steps": end.n_steps}
+    _, report = jax.eval_shape(loss, agent.params, 0)
+    check_report(config, report)
+    reports = zero_rows(report, len(minibatches))
+    nothing = (jnp.int32(0), jnp.array(False), reports)
+    end = jax.lax.while_loop(unfinished, step, Progress(agent.params, agent.opt_state, *nothing))
 
-
-def episode_statistics(config: PPOConfig, agent: Agent, rollout: Rollout) -> Agent:
-    """Return the agent with the returns and lengths of the episodes that a rollout ended, and of those under way."""
-    done = rollout.terminated | rollout.truncated
-
-    def step(totals: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        reward, done = now
-        totals = totals + jnp.stack([reward, jnp.ones_like(reward)])
-        return jnp.where(done, 0.0, totals), totals
-
-    totals = jnp.stack([agent.episode_return, agent.episode_length])
-    totals, all_totals = jax.lax.scan(step, totals, (rollout.reward, done))
-    finished = jnp.cumsum(done.ravel())
-    age = jnp.arange(config.stats_window_size)  # 0 is the newest
-    latest = jnp.searchsorted(finished, finished[-1] - age)
-    returns, lengths = all_totals[:, 0].ravel()[latest], all_totals[:, 1].ravel()[latest]
-    is_new, before = age < finished[-1], age - finished[-1]
-    return agent.replace(
-        episode_return=totals[0],
-        episode_length=totals[1],
-        recent_returns=jnp.where(is_new, returns, agent.recent_returns[before]),
-        recent_lengths=jnp.where(is_new, lengths, agent.recent_lengths[before]),
-    )
+    means = jax.tree.map(lambda x: jnp.sum(x) / end.n_seen, end.reports)
+    if "approx_kl" in means:
+        index = jnp.arange(len(minibatches))
+        in_last_epoch = index // n_minibatches == (end.n_seen - 1) // n_minibatches
+        in_last_epoch &= index < end.n_seen
+        means["approx_kl"] = jnp.mean(end.reports["approx_kl"], where=in_last_epoch)
+    means["optimizer_steps"] = end.n_seen - end.stopped
+    return agent.replace(params=end.params, opt_state=end.opt_state), means
 
 
-def explained_variance(prediction: jax.Array, target: jax.Array) -> jax.Array:
-    """Return 1 - Var[target - prediction] / Var[target]: 1 is perfect, 0 is a constant's; NaN without variance."""
-    variance = jnp.var(target)
-    return jnp.where(variance == 0, jnp.nan, 1 - jnp.var(target - prediction) / variance)
-
-
-def update(config: PPOConfig, agent: Agent) -> tuple[Agent, dict[str, jax.Array]]:
-    """Do one iteration of PPO: a rollout, advantages, epochs of minibatches. Returns the agent and scalar metrics."""
-    timesteps = (agent.n_updates + 1) * config.rollout_size
-    config = config.at(jnp.maximum(0.0, 1 - timesteps / config.total_timesteps))
+def update(config, agent):
+    """Do one iteration of PPO; returns the agent and a dictionary of scalar metrics."""
+    n_updates = agent.n_updates + 1
+    # As in Stable-Baselines3, progress counts this rollout: the last update has 0 left.
+    fraction_done = n_updates * (config.rollout_size / config.total_timesteps)
+    config = config.at(jnp.maximum(0.0, 1 - fraction_done))
     key, rollout_key, shuffle_key = jax.random.split(agent.key, 3)
     agent, rollout = collect_rollout(config, agent.replace(key=key), rollout_key)
-    agent = episode_statistics(config, agent, rollout)
-    if config.normalize_reward:
-        agent, rollout = normalize_reward(config, agent, rollout)
+    agent = count_episodes(agent, rollout)
+    agent, rollout = normalize_reward(config, agent, rollout)
     batch = make_batch(config, agent, rollout)
-    agent, losses = optimise(config, agent, batch, shuffle_key)
-    if config.normalize_obs:  # only now: rollout and update must see the same numbers
-        agent = agent.replace(obs_statistics=jax.tree.map(take_in, rollout.obs, agent.obs_statistics))
-    return agent.replace(n_updates=agent.n_updates + 1), {
-        "timesteps": timesteps,
-        "return": jnp.nanmean(agent.recent_returns),
-        "length": jnp.nanmean(agent.recent_lengths),
+    minibatches = draw_minibatches(config, shuffle_key)
+    agent, report = optimise(config, agent, batch, minibatches)
+    agent = observe(agent, rollout)  # only now: rollout and update must see the same numbers
+    episode_return, episode_length = mean_episode(agent)
+    return agent.replace(n_updates=n_updates), {
+        "timesteps": count_timesteps(config, n_updates),
+        "return": episode_return,
+        "length": episode_length,
         "explained_variance": explained_variance(batch.value, batch.value_target),
-        **losses,
+        **report,
     }
 
 
-METRICS = (
-    *("timesteps", "return", "length", "policy_loss", "value_loss", "entropy"),
-    *("approx_kl", "clip_fraction", "explained_variance", "optimizer_steps"),
-)
+def init_agent(config, key):
+    """Return an untrained agent with its environments reset."""
+    config = config.at(1.0)
+    env = make_env(config)
+    network = make_network(config)
+    key, network_key, reset_key = jax.random.split(key, 3)
+    obs, env_states = env.reset(jax.random.split(reset_key, config.n_envs))
+    memory = network.initial_memory(config.n_envs)
+    params = network.init(network_key, obs, memory)
+    return Agent(
+        params=params,
+        opt_state=make_optimizer(config).init(params),
+        key=key,
+        n_updates=jnp.int32(0),
+        obs=obs,
+        env_states=env_states,
+        memory=memory,
+        episode_sums=jnp.zeros((2, config.n_envs), jnp.float32),
+        recent_episodes=jnp.zeros((2, config.stats_window_size), jnp.float32),
+        n_recent=jnp.int32(0),
+        **init_statistics(config, env),
+        n_steps=config.n_steps,
+    )
 
 
-def train(config: PPOConfig, key: jax.Array) -> tuple[Agent, dict[str, jax.Array]]:
-    """Train an agent from scratch: a pure function of a config and a key, to be jitted and vmapped over both.
+def train(config, key):
+    """Train an agent from scratch: a pure function of a config and a key, for jit and vmap.
 
-    Returns the agent and metrics, arrays of shape (n_updates,): `timesteps` done; `return` and `length`, means over the
-    last stats_window_size finished episodes (NaN before the first); `explained_variance` of the rollout's values; and
-    what `optimise` reports. Raises `ConfigError` before anything compiles.
+    Returns the agent and metrics, arrays of shape (n_updates,): `timesteps` done; `return` and
+    `length`, means over the latest stats_window_size finished episodes (NaN before the first);
+    `explained_variance` of the rollout's values; `optimizer_steps`; and what the loss reports.
+    Raises `ConfigError` before anything compiles.
     """
-    check_config(config)
     return train_updates(config, init_agent(config, key), config.n_updates, config.n_updates)
 
 
-def train_updates(
-    config: PPOConfig, agent: Agent, n_updates: chex.Numeric, capacity: int
-) -> tuple[Agent, dict[str, jax.Array]]:
-    """Train an agent for `n_updates` more, at most `capacity`.
+def train_updates(config, agent, n_updates, capacity):
+    """Train an agent for n_updates more, at most `capacity`.
 
-    Returns the agent and metrics of shape (capacity,), of which the first n_updates are filled. Only capacity is
-    static, so that one compilation serves for any number of updates.
+    Returns the agent and metrics of shape (capacity,), of which the first n_updates are filled.
+    Only capacity is static, so that one compilation serves for any number of updates.
     """
-    metrics = {name: jnp.zeros(capacity, jnp.int32 if name == "timesteps" else jnp.float32) for name in METRICS}
+    update_once = jax.jit(update)  # traced once, for the metrics' names and for the loop
+    _, row = jax.eval_shape(update_once, config, agent)
 
-    def step(i: jax.Array, carry: tuple[Agent, dict[str, jax.Array]]) -> tuple[Agent, dict[str, jax.Array]]:
-        agent, now = update(config, carry[0])
-        return agent, {name: carry[1][name].at[i].set(now[name]) for name in METRICS}
+    def step(i, carry):
+        agent, metrics = carry
+        agent, row = update_once(config, agent)
+        return agent, write_row(metrics, row, i)
 
-    return jax.lax.fori_loop(0, n_updates, step, (agent, metrics))
+    return jax.lax.fori_loop(0, n_updates, step, (agent, zero_rows(row, capacity)))
 
 
-# ======================================================================================================================
-# 5. Evaluation
-# ======================================================================================================================
+# ==================================================================================================
+# 3. Networks
+# ==================================================================================================
+
+
+class Output(NamedTuple):
+    """What a network returns for observations (…, *obs_shape)."""
+
+    distribution: Distribution  # over actions
+    value: jax.Array  # (…,)
+    memory: chex.ArrayTree | None = None  # (…, …), after the step
+
+
+def make_network(config):
+    """Return the Flax module that `Agent.params` belong to.
+
+    The module maps observations (B, …) and a memory (B, …) or None to an `Output`. Given is_first
+    (B,) too, the B steps are those of n sequences in a row, and the memory (n, …) is that before
+    each sequence. The method `initial_memory(n)` returns the memory of n episodes that begin.
+    """
+    env = make_env(config)
+    if not isinstance(config.policy, str):
+        return UserNetwork(env.obs_space, env.action_space, config.policy)
+    settings = pick(vars(config), fields_of(ActorCritic))
+    return ActorCritic(env.obs_space, env.action_space, **settings)
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value network, which share the encoder and the GRU or LSTM at most.
+
+    The observations' entry "action_mask" (…, A), if any, is 0 for actions that cannot be taken.
+    """
+
+    obs_space: Any
+    action_space: Any
+    # Settings of PPOConfig, by name.
+    policy: str
+    net_arch: tuple
+    net_arch_vf: tuple | None
+    activation: str
+    share_features_extractor: bool
+    rnn_hidden_size: int
+    ortho_init: bool
+    log_std_init: float
+    squash_output: bool
+    use_sde: bool
+
+    @nn.compact
+    def __call__(self, obs, memory=None, is_first=None):
+        features, new_memory = [], {}
+        for name in self.encoders():
+            init = self.kernel_init(math.sqrt(2))
+            encoder = Encoder(self.obs_space, self.policy, init, name=f"{name}_encoder")
+            latent = encoder(obs)
+            if self.policy in RECURRENT:
+                cell = Memory(self.policy, self.rnn_hidden_size, name=f"{name}_memory")
+                latent, new_memory[name] = cell(latent, memory[name], is_first)
+            features.append(latent)
+        policy_latent = self.hidden("policy", self.net_arch, features[0])
+        net_arch_vf = self.net_arch if self.net_arch_vf is None else self.net_arch_vf
+        value_latent = self.hidden("value", net_arch_vf, features[-1])
+        value = self.dense("value_out", 1, 1.0)(value_latent)[..., 0]
+        distribution = self.distribution(policy_latent, find_mask(obs))
+        return Output(distribution, value, new_memory or None)
+
+    def encoders(self):
+        """Return the names of the encoders: one for both networks, or one for each."""
+        return ("shared",) if self.share_features_extractor else ("policy", "value")
+
+    def hidden(self, head, widths, latent):
+        """Return what the hidden layers of a head make of features (…, F)."""
+        for layer, width in enumerate(widths):
+            latent = self.dense(f"{head}_{layer}", width, math.sqrt(2))(latent)
+            latent = ACTIVATIONS[self.activation](latent)
+        return latent
+
+    def distribution(self, latent, mask):
+        """Return the distribution over actions."""
+        space = self.action_space
+        if is_box(space):
+            return self.gaussian(latent)
+        sizes = action_sizes(space)
+        if is_binary(space) and mask is None:  # one logit a bit, as in Stable-Baselines3
+            logits = self.dense("policy_out", len(sizes), 0.01)(latent)
+            logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
+            logits = logits.reshape((*latent.shape[:-1], -1))
+        else:
+            logits = self.dense("policy_out", sum(sizes), 0.01)(latent)
+        if mask is not None:
+            logits = jnp.where(mask.reshape(logits.shape) > 0, logits, IMPOSSIBLE)
+        if is_discrete(space):
+            return Categorical(logits)
+        return MultiCategorical(logits, sizes)
+
+    def gaussian(self, latent):
+        """Return the distribution over continuous actions."""
+        width = math.prod(self.action_space.shape)
+        mean = self.dense("policy_out", width, 0.01)(latent)
+        init = nn.initializers.constant(self.log_std_init)
+        if self.use_sde:
+            log_std = self.param("log_std", init, (latent.shape[-1], width), jnp.float32)
+            distribution = StateDependentGaussian(mean, latent, log_std)
+        else:
+            log_std = self.param("log_std", init, (width,), jnp.float32)
+            distribution = DiagonalGaussian(mean, log_std)
+        if self.squash_output:
+            return Squashed(distribution)
+        return distribution
+
+    def dense(self, name, width, gain):
+        """Return a layer."""
+        return nn.Dense(width, kernel_init=self.kernel_init(gain), name=name)
+
+    def kernel_init(self, gain):
+        """Return the initialiser of a layer's weights."""
+        return orthogonal(gain) if self.ortho_init else nn.linear.default_kernel_init
+
+    def initial_memory(self, n_envs):
+        """Return the memory of n_envs episodes that begin."""
+        if self.policy not in RECURRENT:
+            return None
+        memory = jnp.zeros((n_envs, self.rnn_hidden_size), jnp.float32)
+        if self.policy == "lstm":
+            memory = (memory, memory)
+        return dict.fromkeys(self.encoders(), memory)
+
+
+class Encoder(nn.Module):
+    """Features (…, F) of observations (…, *shape) of a space; those of a Dict's parts in a row."""
+
+    obs_space: Any
+    policy: str
+    kernel_init: Callable
+
+    @nn.compact
+    def __call__(self, obs):
+        space = self.obs_space
+        parts = named_parts(space)
+        if parts:
+            features = []
+            for name, part in parts.items():
+                encoder = Encoder(part, self.policy, self.kernel_init, name=str(name))
+                features.append(encoder(obs[name]))
+            return jnp.concatenate(features, axis=-1)
+        batch, sizes = batch_shape(obs, space), action_sizes(space)
+        if sizes:
+            digits = (obs - first_values(space)).reshape((*batch, -1))
+            hot = [
+                jax.nn.one_hot(digits[..., i], n, dtype=jnp.float32) for i, n in enumerate(sizes)
+            ]
+            return jnp.concatenate(hot, axis=-1)
+        obs = obs.astype(jnp.float32)
+        if is_pixels(space):
+            obs = obs / 255
+        if is_image(space) and self.policy != "mlp":
+            obs = self.convolve(obs)
+        return obs.reshape((*batch, -1))
+
+    def convolve(self, images):
+        """Return features (…, F) of images (…, height, width, channels).
+
+        nature_cnn: Mnih et al., 2015, https://doi.org/10.1038/nature14236. Others: Young and Tian,
+        "MinAtar", 2019, https://arxiv.org/abs/1903.03176, plus strided layers for larger images.
+        """
+        layers, width = [(16, 3, 1)], 128  # filters, size, stride
+        side = min(images.shape[-3:-1]) - 2
+        while side > 12:
+            layers.append((16, 3, 2))
+            side = (side - 1) // 2
+        if self.policy == "nature_cnn":
+            layers, width = [(32, 8, 4), (64, 4, 2), (64, 3, 1)], 512
+        for i, layer in enumerate(layers):
+            images = Convolution(*layer, self.kernel_init, name=f"conv_{i}")(images)
+            images = nn.relu(images)
+        flat = images.reshape((*images.shape[:-3], -1))  # (…, height * width * channels)
+        return nn.relu(nn.Dense(width, kernel_init=self.kernel_init, name="features")(flat))
+
+
+class Memory(nn.Module):
+    """A GRU or LSTM: one step of each of B environments, or the B steps of n sequences in a row.
+
+    features: (B, F). memory: (B, …); with is_first (B,), that before each sequence, (n, …).
+    """
+
+    cell: str
+    hidden_size: int
+
+    @nn.compact
+    def __call__(self, features, memory, is_first):
+        options = dict(recurrent_kernel_init=orthogonal(1.0), name=self.cell)
+        cell = RECURRENT[self.cell](self.hidden_size, **options)
+        if is_first is None:
+            memory, output = cell(memory, features)
+            return output, memory
+
+        def step(cell, memory, inputs):
+            features, is_first = inputs
+            empty = jax.tree.map(jnp.zeros_like, memory)
+            memory, output = cell(choose(is_first, empty, memory), features)
+            return memory, (output, memory)
+
+        return scan_sequences(step, cell, memory, (features, is_first))
+
+
+class UserNetwork(nn.Module):
+    """A Flax module of the user's, or a pair of an actor and a critic, checked.
+
+    The module maps observations to a distribution and values; with a method `initial_memory(n)` it
+    maps observations and a memory to these and the memory after the step.
+    """
+
+    obs_space: Any
+    action_space: Any
+    module: Any
+
+    def __call__(self, obs, memory=None, is_first=None):
+        if isinstance(self.module, tuple):
+            actor, critic = self.module
+            result = (actor(obs), critic(obs))
+        elif memory is None:
+            result = self.module(obs)
+        else:
+            if is_first is not None:
+                memory = self.memories(obs, memory, is_first)
+            result = self.module(obs, memory)
+        n_results = 2 if memory is None else 3
+        check_output(result, n_results, batch_shape(obs, self.obs_space), self.action_space)
+        return Output(*result)
+
+    def memories(self, obs, memory, is_first):
+        """Return the memory (B, …) before each step of sequences, for that before each of them."""
+
+        def step(module, memory, inputs):
+            obs, is_first = inputs
+            memory = forget(module, memory, is_first)
+            _, _, next_memory = module(obs, memory)
+            return next_memory, memory
+
+        return scan_sequences(step, self.module, memory, (obs, is_first))
+
+    def initial_memory(self, n_envs):
+        """Return the memory of n_envs episodes that begin."""
+        if hasattr(self.module, "initial_memory"):
+            return self.module.initial_memory(n_envs)
+        return None
+
+
+def scan_sequences(step, module, memory, inputs):
+    """Return what step(module, memory, inputs) gives for B steps; memory: before n sequences."""
+    inputs = split_axis(inputs, len(jax.tree.leaves(memory)[0]))
+    weights = dict(variable_broadcast="params", split_rngs={"params": False})
+    _, outputs = nn.scan(step, in_axes=1, out_axes=1, **weights)(module, memory, inputs)
+    return merge_axes(outputs)
+
+
+def act(network, agent, obs, memory):
+    """Return the network's output for observations (N, …) as the environment shows them."""
+    return network.apply(agent.params, normalize_obs(agent.obs_statistics, obs), memory)
+
+
+def final_values(network, agent, samples, memory, n_parts):
+    """Return values (B,) of the samples' final observations; 0 if none reached a time limit.
+
+    memory: (B, …), after each step. n_parts: how many go through the network one after the other.
+    """
+
+    def value_of(part):
+        obs, memory = part
+        return act(network, agent, obs, memory).value
+
+    def compute():
+        parts = split_axis((samples.final_obs, memory), n_parts)
+        return jax.lax.map(value_of, parts).ravel()
+
+    zeros = jnp.zeros_like(samples.reward)
+    return jax.lax.cond(jnp.any(samples.truncated), compute, lambda: zeros)
+
+
+def forget(network, memory, done):
+    """Return a memory (N, …) that is the initial one where an episode ended."""
+    if memory is None:
+        return None
+    return choose(done, network.initial_memory(len(done)), memory)
+
+
+def find_mask(obs):
+    """Return the entry "action_mask" of a dictionary of observations, at any depth, or None."""
+    if not isinstance(obs, dict):
+        return None
+    masks = [obs.get("action_mask"), *map(find_mask, obs.values())]
+    return next((mask for mask in masks if mask is not None), None)
+
+
+IMPOSSIBLE = -1e9  # the logit of a masked action: e^-1e9 is 0, and 0 * -1e9 is a number
+ACTIVATIONS = {"tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu}
+RECURRENT = {"gru": nn.GRUCell, "lstm": nn.OptimizedLSTMCell}
+POLICIES = ("auto", "mlp", "cnn", "nature_cnn", "gru", "lstm")
+
+
+# ==================================================================================================
+# 4. Distributions
+# ==================================================================================================
+
+
+class Distribution:
+    """A distribution over actions, for a batch of any shape (…).
+
+    noise(key, n): random numbers for n draws, (n, …, …). sample(noise): the actions of one draw.
+    mode(): the most probable actions; of `Squashed`, those of the Gaussian.
+    log_prob(action): log-probabilities or log-densities (…,).
+    entropy(action): in nats, (…,); only `Squashed` needs the actions, for an estimate.
+    """
+
+
+@flax.struct.dataclass
+class Categorical(Distribution):
+    """The actions 0 … A - 1, given by unnormalised log-probabilities (…, A)."""
+
+    logits: jax.Array
+
+    def noise(self, key, n):
+        return jax.random.gumbel(key, (n, *self.logits.shape))
+
+    def sample(self, noise):  # the Gumbel-max trick
+        return self.replace(logits=self.logits + noise).mode()
+
+    def mode(self):
+        return jnp.argmax(self.logits, axis=-1)
+
+    def log_prob(self, action):
+        log_probs = jax.nn.log_softmax(self.logits)
+        return jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+
+    def entropy(self, action=None):
+        log_probs = jax.nn.log_softmax(self.logits)
+        return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+
+@flax.struct.dataclass
+class MultiCategorical(Categorical):
+    """Independent categorical parts: logits (…, sum of sizes), actions (…, number of sizes)."""
+
+    sizes: tuple = flax.struct.field(pytree_node=False)
+
+    def mode(self):
+        return jnp.stack([part.mode() for part in self.parts()], axis=-1)
+
+    def log_prob(self, action):
+        return sum(part.log_prob(action[..., i]) for i, part in enumerate(self.parts()))
+
+    def entropy(self, action=None):
+        return sum(part.entropy() for part in self.parts())
+
+    def parts(self):
+        """Return the Categorical of each part."""
+        ends = np.cumsum(self.sizes)[:-1]
+        return [Categorical(logits) for logits in jnp.split(self.logits, ends, axis=-1)]
+
+
+@flax.struct.dataclass
+class DiagonalGaussian(Distribution):
+    """Independent normal distributions: mean (…, A), log_std (A,) or (…, A)."""
+
+    mean: jax.Array
+    log_std: jax.Array
+
+    def noise(self, key, n):
+        return jax.random.normal(key, (n, *self.mean.shape))
+
+    def sample(self, noise):
+        return self.mean + jnp.exp(self.log_std) * noise
+
+    def mode(self):
+        return self.mean
+
+    def log_prob(self, action):
+        standard = (action - self.mean) * jnp.exp(-self.log_std)
+        terms = 0.5 * standard**2 + self.log_std + 0.5 * math.log(2 * math.pi)
+        return -jnp.sum(terms, axis=-1)
+
+    def entropy(self, action=None):
+        terms = self.log_std + 0.5 * math.log(2 * math.pi * math.e)
+        return jnp.sum(jnp.broadcast_to(terms, self.mean.shape), axis=-1)
+
+    def marginal(self):
+        """Return the distribution of one action, as a DiagonalGaussian."""
+        return self
+
+
+@flax.struct.dataclass
+class StateDependentGaussian(Distribution):
+    """gSDE: action = mean + features @ matrix, with a matrix of noise kept for several steps.
+
+    Raffin et al., "Smooth Exploration for Robotic Reinforcement Learning", 2021,
+    https://arxiv.org/abs/2005.05719. No gradient flows through the features in the deviation, as in
+    Stable-Baselines3.
+    """
+
+    mean: jax.Array  # (…, A)
+    features: jax.Array  # (…, F)
+    log_std: jax.Array  # (F, A), of the matrix's entries
+
+    def noise(self, key, n):
+        batch = self.mean.shape[:-1]
+        return jax.random.normal(key, (n, *batch, *self.log_std.shape))
+
+    def sample(self, noise):
+        matrix = noise * jnp.exp(self.log_std)  # (…, F, A)
+        return self.mean + jnp.einsum("...f,...fa->...a", self.features, matrix)
+
+    def mode(self):
+        return self.mean
+
+    def log_prob(self, action):
+        return self.marginal().log_prob(action)
+
+    def entropy(self, action=None):
+        return self.marginal().entropy()
+
+    def marginal(self):
+        """Return the distribution of one action, over all matrices: equation 10 of the paper."""
+        features = jax.lax.stop_gradient(self.features)
+        variance = features**2 @ jnp.exp(2 * self.log_std)
+        return DiagonalGaussian(self.mean, 0.5 * jnp.log(variance + 1e-6))
+
+
+@flax.struct.dataclass
+class Squashed(Distribution):
+    """The tanh of a Gaussian. Its actions are those before the tanh: exact at the bounds too.
+
+    The log-density of tanh(action) is that of Haarnoja et al., 2018, appendix C,
+    https://arxiv.org/abs/1801.01290. The entropy is the Gaussian's plus a one-sample estimate of
+    the tanh's part, which has no closed form: E[log(1 - tanh(u)^2)], reparametrised.
+    """
+
+    gaussian: DiagonalGaussian | StateDependentGaussian
+
+    def noise(self, key, n):
+        return self.gaussian.noise(key, n)
+
+    def sample(self, noise):
+        return self.gaussian.sample(noise)
+
+    def mode(self):
+        return self.gaussian.mode()
+
+    def log_prob(self, action):
+        return self.gaussian.log_prob(action) - log_tanh_slope(action)
+
+    def entropy(self, action):
+        marginal = self.gaussian.marginal()
+        noise = (action - marginal.mean) * jnp.exp(-marginal.log_std)
+        action = marginal.sample(jax.lax.stop_gradient(noise))
+        return marginal.entropy() + log_tanh_slope(action)
+
+
+def log_tanh_slope(action):
+    """Return the sum of log(1 - tanh(action)^2) over the last axis, in a form that stays finite."""
+    return jnp.sum(2 * (math.log(2) - action - jax.nn.softplus(-2 * action)), axis=-1)
+
+
+# ==================================================================================================
+# 5. Environments
+# ==================================================================================================
+
+
+class Outcome(NamedTuple):
+    """What a step of N environments gave, besides the next observations and states."""
+
+    reward: jax.Array  # (N,) float32
+    terminated: jax.Array  # (N,) bool, the environment ended the episode
+    truncated: jax.Array  # (N,) bool, the time limit alone ended the episode
+    final_obs: chex.ArrayTree  # (N, …), what the step led to, before any reset
+    task_id: jax.Array | None  # (N,), info["task_id"] of an environment with several tasks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VectorEnv:
+    """Copies of an environment side by side, with its parameters, actions, resets and repeats."""
+
+    env: Any  # with gymnax 1.0's interface
+    env_params: Any
+    obs_space: Any
+    action_space: Any
+    squash_output: bool
+    frame_skip: int
+    types: Any = None  # of an observation and a state in a loop over steps; None: as they come
+
+    def reset(self, keys):
+        """Return the observations and states (N, …) with which episodes begin. keys: (N,)."""
+        return self.cast(jax.vmap(self.env.reset, in_axes=(0, None))(keys, self.env_params))
+
+    def step(self, keys, states, action, starts):
+        """Step N environments; returns the next (observations, states) and an Outcome.
+
+        action: (N, …), as a policy samples it. starts: what `reset` returns, for episodes to begin
+        with; gymnax's own step draws them each time, which takes longer than the rest of the step.
+        """
+        action = self.to_environment(action)
+        new, outcome = self.step_once(keys, states, action)
+        for repeat in range(1, self.frame_skip):
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, repeat)
+            later, more = self.step_once(keys, new[1], action)
+            more = more._replace(reward=outcome.reward + more.reward)
+            done = outcome.terminated | outcome.truncated
+            new, outcome = choose(done, (new, outcome), (later, more))
+        if not self.resets_itself:
+            new = choose(outcome.terminated | outcome.truncated, starts, new)
+        return new, outcome
+
+    def step_once(self, keys, states, action):
+        """Step N environments once, without resets unless the environment's own step resets."""
+        step = self.env.step if self.resets_itself else self.env.step_env
+        result = jax.vmap(step, in_axes=(0, 0, 0, None))(keys, states, action, self.env_params)
+        check_step(self.env, result, self.resets_itself)
+        obs, states, reward, terminated, *_, info = result
+        if self.resets_itself:
+            truncated, final_obs = result[4], info["final_observation"]
+        else:
+            truncated = jax.vmap(self.env.is_truncated, (0, None))(states, self.env_params)
+            final_obs = obs
+        terminated = terminated.astype(bool)
+        truncated = truncated.astype(bool) & ~terminated
+        final_obs, _ = self.cast((final_obs, states))
+        reward = reward.astype(jnp.float32)
+        outcome = Outcome(reward, terminated, truncated, final_obs, info.get("task_id"))
+        return self.cast((obs, states)), outcome
+
+    @property
+    def resets_itself(self):
+        """Whether the environment's step is its own rather than gymnax's."""
+        return type(self.env).step.__module__ != "gymnax.environments.environment"
+
+    def to_environment(self, action):
+        """Turn actions as a policy samples them, (N,) or (N, A), into the environment's."""
+        space = self.action_space
+        if hasattr(space, "spaces"):
+            return tuple(jnp.moveaxis(action + first_values(space), -1, 0))
+        action = action.reshape((*action.shape[:1], *space.shape))
+        if not is_box(space):
+            return action + first_values(space)
+        low = jnp.asarray(space.low, action.dtype)
+        high = jnp.asarray(space.high, action.dtype)
+        if self.squash_output:
+            action = low + (jnp.tanh(action) + 1) / 2 * (high - low)
+        return jnp.clip(action, low, high)
+
+    def cast(self, tree):
+        """Give observations and states the types that they keep in a loop over steps."""
+        types = tree if self.types is None else self.types
+        return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), tree, types)
+
+
+def make_env(config):
+    """Return the VectorEnv of a config; raises `ConfigError` where they do not go together."""
+    env = bind_env(config.env, config.env_params, config.squash_output, config.frame_skip)
+    check_policy(config, env)
+    return env
+
+
+@functools.lru_cache(maxsize=64)
+def bind_env(name, params, squash_output, frame_skip):
+    """Make an environment, from its name or itself, once for each set of arguments."""
+    with jax.ensure_compile_time_eval():  # arrays made here outlive the trace that asks first
+        if isinstance(name, str):
+            env, env_params = make_by_name(name)
+        else:
+            env, env_params = name, name.default_params
+        env_params = replace_params(name, env_params, params)
+        obs_space = env.observation_space(env_params)
+        action_space = env.action_space(env_params)
+    check_spaces(name, obs_space, action_space)
+    env = VectorEnv(env, env_params, obs_space, action_space, squash_output, frame_skip)
+    return dataclasses.replace(env, types=loop_types(name, env))
+
+
+def make_by_name(name):
+    """Return the environment and the parameters of a name: suite/name, module:Class or gymnax's."""
+    if ":" in name:
+        env = make_object(name)
+        return env, env.default_params
+    suite, _, rest = name.rpartition("/")
+    try:
+        return SUITES[suite](rest)
+    except OSError as error:
+        raise ConfigError(
+            f"env: {name!r} needs a network connection to download its data ({error})"
+        ) from error
+
+
+SUITES = {"": lambda name: import_gymnax().make(name)}  # by the prefix in suite/name
+
+
+def make_object(path):
+    """Return the environment of module:name, an object or what makes one without arguments."""
+    module, _, name = path.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        env = getattr(importlib.import_module(module), name)
+        if isinstance(env, type | types.FunctionType):
+            env = env()
+    except Exception as error:  # whatever the user's module raises
+        refuse("env", path, f"module:Class that can be made ({type(error).__name__}: {error})")
+    finally:
+        sys.path.pop(0)
+    check_env(env, path)
+    return env
+
+
+def replace_params(env, env_params, given):
+    """Return an environment's parameters with those replaced that are given, as (name, value)."""
+    for name, value in given:
+        known = fields_of(env_params)
+        if name not in known:
+            near = closest(name, known)
+            raise ConfigError(f"env_params: {env!r} has no {name}{near}; it has {', '.join(known)}")
+        default = getattr(env_params, name)
+        if isinstance(default, float) and isinstance(value, int):
+            value = float(value)
+        if isinstance(default, int | float) and type(value) is not type(default):
+            refuse("env_params", f"{name}={value}", f"a number such as {default}")
+        env_params = dataclasses.replace(env_params, **{name: value})
+    return env_params
+
+
+def loop_types(name, env):
+    """Return the types that suit observations and states of a reset and a step: the wider ones."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    kind = jnp.float32 if is_box(env.action_space) else jnp.int32
+    action = jax.ShapeDtypeStruct((1, *action_shape(env.action_space)), kind)
+
+    def step_from(start, keys, action):
+        return env.step_once(keys, start[1], env.to_environment(action))
+
+    def wider(first, second):
+        if first.dtype == second.dtype:
+            return first
+        return jax.ShapeDtypeStruct(first.shape, jnp.promote_types(first.dtype, second.dtype))
+
+    try:
+        start = jax.eval_shape(env.reset, keys)
+        for _ in range(2):  # wider states may give wider observations
+            after, outcome = jax.eval_shape(step_from, start, keys, action)
+            shapes = jax.tree.map(jnp.shape, start)
+            last = (outcome.final_obs, after[1])
+            if jax.tree.map(jnp.shape, (after, last)) != (shapes, shapes):
+                refuse("env", name, "such that reset and step give observations and states alike")
+            start = jax.tree.map(wider, start, after)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        refuse("env", name, f"of gymnax's interface ({error})")
+    for what, value in zip(("a reward", "terminated", "truncated"), outcome):
+        if value.shape != (1,):
+            refuse("env", name, f"such that {what} is a scalar, not of {value.shape[1:]}")
+    shown = named_leaves(start[0])
+    for path, space in leaf_spaces(env.obs_space).items():
+        if path not in shown or shown[path].shape[1:] != tuple(space.shape):
+            refuse("env", name, f"such that observations are in its observation_space {space}")
+    return start
+
+
+# Spaces are told apart by their attributes, so that gymnax's and gymnasium's both serve.
+def is_discrete(space):
+    """Tell whether a space is of n integers in a row."""
+    return hasattr(space, "n") and space.shape == ()
+
+
+def is_binary(space):
+    """Tell whether a space is of bits, as gymnasium's MultiBinary."""
+    return hasattr(space, "n") and space.shape != ()
+
+
+def is_box(space):
+    """Tell whether a space is of arrays between bounds."""
+    return hasattr(space, "low") and hasattr(space, "high")
+
+
+def is_image(space, smallest=3):
+    """Tell whether a space has the three axes of an image, large enough for a filter."""
+    return is_box(space) and len(space.shape) == 3 and min(space.shape[:2]) >= smallest
+
+
+def is_pixels(space):
+    """Tell whether a space is of images of bytes from 0 to 255."""
+    return is_image(space) and space.dtype == np.uint8 and np.max(space.high) == 255
+
+
+def action_sizes(space):
+    """Return the number of choices of each part of a space of integers; () for any other space."""
+    if is_discrete(space):
+        return (int(space.n),)
+    if is_binary(space):
+        return (2,) * math.prod(space.shape)
+    if hasattr(space, "nvec"):
+        return tuple(np.ravel(space.nvec).tolist())
+    parts = getattr(space, "spaces", ())
+    if isinstance(parts, dict) or not all(map(is_discrete, parts)):
+        return ()
+    return tuple(int(part.n) for part in parts)
+
+
+def first_values(space):
+    """Return the smallest integer of each part of a space of integers: 0, or its `start`."""
+    if hasattr(space, "spaces"):
+        return np.array([first_values(part) for part in space.spaces])
+    return np.asarray(getattr(space, "start", 0), np.int32)
+
+
+def action_shape(space):
+    """Return the shape of one action as a policy samples it."""
+    if is_discrete(space):
+        return ()
+    if is_box(space):
+        return (math.prod(space.shape),)
+    return (len(action_sizes(space)),)
+
+
+def named_parts(space):
+    """Return the parts of a Dict or Tuple space by name or place, without an action mask."""
+    parts = getattr(space, "spaces", {})
+    if not isinstance(parts, dict):
+        return dict(enumerate(parts))
+    return {name: parts[name] for name in sorted(parts) if name != "action_mask"}
+
+
+def leaf_spaces(space, path=""):
+    """Return the spaces that a Dict or Tuple is made of, by path as in a/b; "" for any other."""
+    leaves = {}
+    for name, part in named_parts(space).items():
+        leaves |= leaf_spaces(part, f"{path}/{name}".strip("/"))
+    return leaves or {path: space}
+
+
+def batch_shape(obs, space):
+    """Return the leading axes (…) of observations (…, *shape) of a space."""
+    for name, part in named_parts(space).items():
+        return batch_shape(obs[name], part)
+    return obs.shape[: obs.ndim - len(space.shape)]
+
+
+# ==================================================================================================
+# 6. Parts
+# ==================================================================================================
+
+
+def make_optimizer(config):
+    """Return the optimiser behind a clip of the global norm; Adam has PPO's epsilon of 1e-5."""
+    if callable(config.learning_rate):
+        refuse("learning_rate", config.learning_rate, "a number here, as from config.at(progress)")
+    arguments = dict(config.optimizer_kwargs)
+    optimizer = config.optimizer
+    if optimizer == "adam":
+        arguments = {"eps": 1e-5} | arguments
+    if isinstance(optimizer, str):
+        optimizer = getattr(optax, optimizer)
+    try:
+        optimizer = optimizer(config.learning_rate, **arguments)
+    except TypeError as error:
+        refuse("optimizer_kwargs", arguments, f"arguments of {config.optimizer} ({error})")
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optimizer)
+
+
+VALUE_LOSSES = {"mse": jnp.square, "huber": optax.losses.huber_loss}
+
+
+def clip_bounds(clip_range):
+    """Return the bounds of the ratio, for one clip range or for a pair below and above 1."""
+    if not isinstance(clip_range, tuple):
+        clip_range = (clip_range, clip_range)
+    below, above = clip_range
+    return 1 - below, 1 + above
+
+
+def standardize(advantage, task_id=None):
+    """Return advantages minus their mean, over their unbiased standard deviation + 1e-8.
+
+    task_id: of the advantages' shape, to do so within each task; a task's only sample is kept.
+    """
+    if task_id is None:
+        return (advantage - jnp.mean(advantage)) / (jnp.std(advantage, ddof=1) + 1e-8)
+    flat = advantage.ravel()
+    task = jnp.unique(task_id, size=flat.size, return_inverse=True)[1].ravel()
+
+    def total(samples):
+        return jax.ops.segment_sum(samples, task, flat.size)[task]
+
+    count = total(jnp.ones_like(flat))
+    difference = flat - total(flat) / count
+    deviation = jnp.sqrt(total(jnp.square(difference)) / jnp.maximum(count - 1, 1))
+    standard = jnp.where(count > 1, difference / (deviation + 1e-8), flat)
+    return standard.reshape(advantage.shape)
+
+
+def explained_variance(prediction, target):
+    """Return 1 - Var[target - prediction] / Var[target]: 1 is perfect; NaN without variance."""
+    variance = jnp.var(target)
+    residual = jnp.var(target - prediction)
+    return jnp.where(variance == 0, unknown(), 1 - residual / jnp.where(variance == 0, 1, variance))
+
+
+def unknown():
+    """Return the number for "not known": NaN, or 0 under JAX_DEBUG_NANS, which stops at a NaN."""
+    return 0.0 if jax.config.jax_debug_nans else math.nan
+
+
+def count_timesteps(config, n_updates):
+    """Return the steps of n_updates updates; in a run beyond 31 bits as a float, which rounds."""
+    kind = jnp.int32
+    if config.n_updates * config.rollout_size >= 2**31:
+        kind = jnp.float32
+    return n_updates * jnp.asarray(config.rollout_size, kind)
+
+
+def count_episodes(agent, rollout):
+    """Return the agent with the returns and lengths of the episodes that a rollout ended."""
+    done = rollout.terminated | rollout.truncated
+    per_step = jnp.stack([rollout.reward, jnp.ones_like(rollout.reward)], axis=1)  # (T, 2, N)
+    sums, episode_sums = discounted_sum(per_step, done[:, None], agent.episode_sums, 1.0)
+    n_ended = jnp.cumsum(done.ravel(), dtype=jnp.int32)
+    window = agent.recent_episodes.shape[1]
+    age = jnp.arange(window)  # 0 is the newest
+    n_new = n_ended[-1]
+    new = sums.swapaxes(0, 1).reshape((2, -1))[:, jnp.searchsorted(n_ended, n_new - age)]
+    old = agent.recent_episodes[:, age - n_new]
+    return agent.replace(
+        episode_sums=episode_sums,
+        recent_episodes=jnp.where(age < n_new, new, old),
+        n_recent=jnp.minimum(agent.n_recent + n_new, window),
+    )
+
+
+def mean_episode(agent):
+    """Return the mean return and length, (2,), of recent episodes; NaN before the first ended."""
+    means = jnp.sum(agent.recent_episodes, axis=1) / jnp.maximum(agent.n_recent, 1)
+    return jnp.where(agent.n_recent > 0, means, unknown())
+
+
+def discounted_sum(values, done, start, discount):
+    """Return each step's sum since its episode began: total_t = value_t + discount * total_{t-1}.
+
+    values, done: (T, …); start: (…), the sum before the first step. Returns the sums (T, …) and
+    the sum to go on with (…), which is 0 where the last step ended an episode.
+    """
+
+    def step(total, inputs):
+        value, done = inputs
+        total = value + discount * total
+        return jnp.where(done, 0.0, total), total
+
+    rest, totals = jax.lax.scan(step, start, (values, done))
+    return totals, rest
+
+
+@flax.struct.dataclass
+class RunningStatistics:
+    """Mean and variance (…) of all samples so far, and their number."""
+
+    count: jax.Array
+    mean: jax.Array
+    variance: jax.Array
+
+
+def update_statistics(statistics, samples):
+    """Take in samples (…, *mean's shape).
+
+    Chan et al., 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+    equation 2.1, with fractions of the whole in place of counts, and differences from the mean so
+    far in place of samples: float32 keeps its digits, however many samples and however large.
+    """
+    difference = (samples - statistics.mean).astype(jnp.float32)
+    difference = difference.reshape((-1, *statistics.mean.shape))
+    count = statistics.count + len(difference)
+    new = len(difference) / count  # the fraction of all samples that is new
+    shift = jnp.mean(difference, axis=0)
+    variance = jnp.mean(jnp.square(difference - shift), axis=0) - statistics.variance
+    variance = statistics.variance + new * variance + new * (1 - new) * jnp.square(shift)
+    return RunningStatistics(count, statistics.mean + new * shift, variance)
+
+
+def init_statistics(config, env):
+    """Return the fields of an `Agent` for normalize_obs (pixels stay) and normalize_reward."""
+
+    def nothing(shape):
+        zeros = jnp.zeros(shape, jnp.float32)
+        return RunningStatistics(jnp.float32(0), zeros, zeros + 1)
+
+    fields = dict(obs_statistics=None, return_statistics=None, discounted_return=None)
+    if config.normalize_obs:
+        fields["obs_statistics"] = {}
+        for path, space in leaf_spaces(env.obs_space).items():
+            if is_box(space) and not is_pixels(space):
+                fields["obs_statistics"][path] = nothing(space.shape)
+    if config.normalize_reward:
+        fields["return_statistics"] = nothing(())
+        fields["discounted_return"] = jnp.zeros(config.n_envs, jnp.float32)
+    return fields
+
+
+def observe(agent, rollout):
+    """Return the agent with a rollout's observations in its statistics, if the agent has any."""
+    if agent.obs_statistics is None:
+        return agent
+    obs, statistics = named_leaves(rollout.obs), {}
+    for path, known in agent.obs_statistics.items():
+        statistics[path] = update_statistics(known, obs[path])
+    return agent.replace(obs_statistics=statistics)
+
+
+def normalize_obs(statistics, obs):
+    """Return observations standardised and clipped to ±10, as Stable-Baselines3's VecNormalize."""
+    if not statistics:
+        return obs
+
+    def normalize(path, x):
+        known = statistics.get(path_name(path))
+        if known is None:
+            return x
+        return jnp.clip((x - known.mean) * jax.lax.rsqrt(known.variance + 1e-8), -10.0, 10.0)
+
+    return jax.tree_util.tree_map_with_path(normalize, obs)
+
+
+def normalize_reward(config, agent, rollout):
+    """Divide a rollout's rewards by the deviation of discounted returns so far, clipped to ±10.
+
+    Engstrom et al., "Implementation Matters in Deep Policy Gradients", 2020,
+    https://arxiv.org/abs/2005.12729, with the constants of Stable-Baselines3's VecNormalize. The
+    reported returns stay raw. Returns agent and rollout, unchanged without normalize_reward.
+    """
+    if agent.return_statistics is None:
+        return agent, rollout
+    done = rollout.terminated | rollout.truncated
+    totals, rest = discounted_sum(rollout.reward, done, agent.discounted_return, config.gamma)
+    statistics = update_statistics(agent.return_statistics, totals)
+    reward = rollout.reward * jax.lax.rsqrt(statistics.variance + 1e-8)
+    agent = agent.replace(discounted_return=rest, return_statistics=statistics)
+    return agent, rollout._replace(reward=jnp.clip(reward, -10.0, 10.0))
+
+
+def choose(mask, yes, no):
+    """Take each row (*mask's shape, …) of two trees from the first one where `mask` is true."""
+
+    def choose_rows(x, y):
+        return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, y)
+
+    return jax.tree.map(choose_rows, yes, no)
+
+
+def split_axis(tree, n_parts):
+    """Split the first axis of each array into parts: (n_parts * B, …) to (n_parts, B, …)."""
+    return jax.tree.map(lambda x: x.reshape((n_parts, -1, *x.shape[1:])), tree)
+
+
+def merge_axes(tree):
+    """Join the first two axes of each array: (A, B, …) to (A * B, …)."""
+    return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
+
+
+def to_samples(tree, length):
+    """Lay arrays (T, N, …) of a rollout out as samples (T * N, …), sequence after sequence."""
+
+    def lay_out(x):
+        windows = x.reshape((-1, length, *x.shape[1:]))  # (T / length, length, N, …)
+        return windows.swapaxes(1, 2).reshape((-1, *x.shape[2:]))
+
+    return jax.tree.map(lay_out, tree)
+
+
+def from_samples(tree, length, n_envs):
+    """Undo `to_samples`: (T * N, …) to (T, N, …)."""
+
+    def lay_out(x):
+        windows = x.reshape((-1, n_envs, length, *x.shape[1:]))  # (T / length, N, length, …)
+        return windows.swapaxes(1, 2).reshape((-1, n_envs, *x.shape[1:]))
+
+    return jax.tree.map(lay_out, tree)
+
+
+def take_sequences(batch, indices, length):
+    """Return the minibatch of some sequences. indices: (n,), of sequences of `length` steps."""
+    samples = (indices[:, None] * length + jnp.arange(length)).ravel()
+    taken = jax.tree.map(lambda x: x[samples], batch._replace(memory=None))
+    return taken._replace(memory=jax.tree.map(lambda x: x[indices], batch.memory))
+
+
+def zero_rows(row, n):
+    """Return a table of n rows, arrays (n, …), for a row of arrays or shapes (…)."""
+    return jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), row)
+
+
+def write_row(table, row, place):
+    """Return a table (n, …) with one row replaced."""
+    return jax.tree.map(lambda rows, x: rows.at[place].set(x), table, row)
+
+
+def path_name(path):
+    """Return the path of a leaf in a tree, as in a/b."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree):
+    """Return the leaves of a tree by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+# Faster or safer stand-ins: a docstring begins with the plain code that its function replaces.
+
+
+def import_gymnax():
+    """`import gymnax`, but its drawing libraries only when used: 0.2 instead of 1.3 seconds."""
+    names = ["seaborn", "matplotlib.pyplot"]
+    names = [name for name in names if name not in sys.modules and "gymnax" not in sys.modules]
+    for name in names:
+        sys.modules[name] = LateModule(name)
+    try:
+        return importlib.import_module("gymnax")
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+class LateModule(types.ModuleType):
+    """A module that is imported when something in it is asked for."""
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def block_length(n_steps):
+    """n_steps, but a divisor near 16: starts for all steps would take as much as the rollout."""
+    return min(divisors(n_steps), key=lambda size: abs(math.log(size / 16)))
+
+
+def draw_minibatches(config, key):
+    """Return indices of sequences (n_epochs, n_minibatches, …), each epoch a fresh partition."""
+    n_sequences = config.rollout_size // config.sequence_length
+    keys = jax.random.split(key, config.n_epochs)
+    orders = jax.vmap(shuffle, in_axes=(0, None))(keys, n_sequences)
+    return orders.reshape((config.n_epochs, config.n_minibatches, -1))
+
+
+def shuffle(key, size):
+    """`jax.random.permutation(key, size)`, which on a CPU takes longer than a gradient.
+
+    A Feistel network on the pairs (row, column) of a grid that is just large enough: each round
+    adds to one of the two a hash of the other, which can be undone, so it is a bijection. What
+    lands outside of the range is sent on until it is inside: Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002.
+    """
+    if size < 256:  # where a grid is too small to mix well and a sort is cheap
+        return jnp.argsort(jax.random.bits(key, (size,), jnp.uint32))
+    # A grid without a rest needs no walking; rows are neither few nor far fewer than columns.
+    root = math.isqrt(size)
+    n_rows = next(n for n in range(root, 0, -1) if size % n == 0)
+    if n_rows < 16 or n_rows * 16 < root:
+        n_rows = root
+    n_columns = -(-size // n_rows)
+    round_keys = jax.random.bits(key, (6, 2, 2), jnp.uint32)
+
+    def mix(side, keys):
+        mixed = (side + keys[0]) * jnp.uint32(0x9E3779B1)
+        mixed = (mixed ^ (mixed >> 15) ^ keys[1]) * jnp.uint32(0x85EBCA77)
+        return mixed ^ (mixed >> 13)
+
+    def permute(position):
+        row, column = position // n_columns, position % n_columns
+        for row_keys, column_keys in round_keys:
+            row = (row + mix(column, row_keys) % n_rows) % n_rows
+            column = (column + mix(row, column_keys) % n_columns) % n_columns
+        return row * n_columns + column
+
+    def walk(position):
+        return jnp.where(position >= size, permute(position), position)
+
+    position = permute(jnp.arange(size, dtype=jnp.uint32))
+    if n_rows * n_columns > size:
+        position = jax.lax.while_loop(lambda x: jnp.any(x >= size), walk, position)
+    return position.astype(jnp.int32)
+
+
+class Convolution(nn.Module):
+    """`nn.Conv` without padding, faster: in a loop on a CPU its gradient takes 30 times as long."""
+
+    features: int
+    size: int
+    stride: int
+    kernel_init: Callable
+
+    @nn.compact
+    def __call__(self, images):
+        size, channels = self.size, images.shape[-1]
+        shape = (size, size, channels, self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+        height, width = images.shape[-3:-1]
+        shifted = []
+        for row in range(size):
+            rows = slice(row, row + height - size + 1, self.stride)
+            for column in range(size):
+                columns = slice(column, column + width - size + 1, self.stride)
+                shifted.append(images[..., rows, columns, :])
+        return jnp.concatenate(shifted, axis=-1) @ kernel.reshape(-1, self.features) + bias
+
+
+def orthogonal(scale):
+    """`nn.initializers.orthogonal(scale)`, safe under `jax.vmap` on a CPU.
+
+    Vmapped, it is a batch of LAPACK factorisations; several at once deadlock XLA's thread pool on a
+    CPU with few cores (seen with jax 0.10.2). There, they take turns.
+    """
+    plain = nn.initializers.orthogonal(scale)
+
+    def initialise(key, shape, dtype=jnp.float32):
+        draw = functools.partial(plain, shape=shape, dtype=dtype)
+        in_turn = jax.custom_batching.sequential_vmap(draw)
+        return jax.lax.platform_dependent(key, cpu=in_turn, default=draw)
+
+    return initialise
+
+
+# ==================================================================================================
+# 7. Reading and checking settings
+# ==================================================================================================
+
+
+def read_settings(owner, given, preset):
+    """Set each field of a settings object from what was given, a preset or the default."""
+    fields = fields_of(owner)
+    for name in given:
+        if name not in fields:
+            raise ConfigError(f"{name}: no such setting{closest(name, fields)}")
+    arch = given.get("net_arch")
+    if isinstance(arch, dict):  # as in Stable-Baselines3
+        if set(arch) != {"pi", "vf"}:
+            refuse("net_arch", arch, "widths, or a dictionary with pi and vf")
+        given = given | {"net_arch": arch["pi"], "net_arch_vf": arch["vf"]}
+    for name, field in fields.items():
+        standing = preset.get(name, field.default)
+        value = read_setting(field, given.get(name, standing), standing)
+        object.__setattr__(owner, name, value)
+
+
+def fields_of(owner):
+    """Return the fields of a dataclass by name."""
+    return {field.name: field for field in dataclasses.fields(owner)}
+
+
+def pick(known, names):
+    """Return the entries of a dictionary that have one of these names, in the names' order."""
+    return {name: known[name] for name in names if name in known}
+
+
+def read_setting(field, value, standing):
+    """Return a setting as it is kept; standing: the value of the preset or the default."""
+    kind = field.metadata["kind"]
+    if field.default is None and str(value).lower() == "none":
+        return None
+    try:
+        if kind in NUMBERS:
+            value = read_number(field.name, value, standing)
+            check_number(field.name, value, *NUMBERS[kind])
+            return value
+        return READERS[kind](field.name, value)
+    except ConfigError as error:
+        if field.default is None:
+            raise ConfigError(f"{error}, or None") from None
+        raise
+
+
+def read_word(text):
+    """Return the number (1e6 is an integer), switch or None that a text spells, or else itself."""
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if isinstance(text, str):
+        if text.lower() in words:
+            return words[text.lower()]
+        with contextlib.suppress(ValueError):
+            return int(text)
+        with contextlib.suppress(ValueError):
+            text = float(text)
+    if isinstance(text, np.generic):
+        text = text.item()
+    if isinstance(text, float) and text.is_integer():
+        return int(text)
+    return text
+
+
+def read_whole(low, high, name, value):
+    """Return a whole number from low to high."""
+    number = read_word(value)
+    if type(number) is not int or not low <= number <= high:
+        refuse(name, value, f"a whole number from {low} to {high}")
+    return number
+
+
+def read_switch(name, value):
+    """Return True or False."""
+    switch = read_word(value)
+    if not isinstance(switch, bool):
+        refuse(name, value, "True or False")
+    return switch
+
+
+def read_choice(choices, name, value):
+    """Return one of some choices."""
+    choice = read_word(value)
+    if choice not in choices:
+        known = ", ".join(map(str, choices))
+        refuse(name, value, f"one of {known}{closest(value, choices)}")
+    return choice
+
+
+def read_sizes(name, value):
+    """Return the widths of layers, as a tuple."""
+    if not isinstance(value, list | tuple):
+        value = (value,)
+    return tuple(read_whole(1, 2**31 - 1, name, width) for width in value)
+
+
+def read_arguments(name, value):
+    """Return names with values as a sorted tuple of pairs, from a dictionary or from name=value."""
+    pairs, arguments = value, {}
+    if isinstance(value, str):
+        pairs = [value]
+    elif isinstance(value, dict):
+        pairs = value.items()
+    try:
+        for pair in pairs:
+            key, item = pair.split("=", 1) if isinstance(pair, str) else pair
+            arguments[key] = read_word(read_object(key, item))
+    except (TypeError, ValueError):
+        shown = " ".join(map(str, np.ravel(value)))
+        refuse(name, shown, "names with values, as in name=1")
+    return tuple(sorted(arguments.items()))
+
+
+def read_text(name, value):
+    """Return a text, with ~ for the user's home expanded."""
+    if not isinstance(value, str | os.PathLike):
+        refuse(name, value, "a text")
+    return os.path.expanduser(value)
+
+
+def read_function(name, value):
+    """Return a function."""
+    if not callable(value):
+        refuse(name, value, "a function")
+    return value
+
+
+def read_object(name, value):
+    """Return an object or a name; a list as a tuple, which can be hashed."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+READERS = {  # kind of a static setting: how it is read
+    "size": functools.partial(read_whole, 1, 2**31 - 1),
+    "total": functools.partial(read_whole, 1, 10**18),
+    "seed": functools.partial(read_whole, 0, 2**32 - 1),
+    "period": functools.partial(read_whole, -1, 2**31 - 1),
+    "activation": functools.partial(read_choice, tuple(ACTIVATIONS)),
+    "vf_loss": functools.partial(read_choice, tuple(VALUE_LOSSES)),
+    "verbose": functools.partial(read_choice, (0, 1, 2)),
+    "device": functools.partial(read_choice, ("auto", "cpu", "gpu", "tpu")),
+    "switch": read_switch,
+    "sizes": read_sizes,
+    "arguments": read_arguments,
+    "text": read_text,
+    "function": read_function,
+    "object": read_object,
+}
+NUMBERS = {  # kind of a traced setting: the least and the greatest number, and both in words
+    "fraction": (0, 1, "a number from 0 to 1"),
+    "coefficient": (0, sys.float_info.max, "a finite number, 0 or above"),
+    "positive": (1e-45, sys.float_info.max, "a finite number above 0"),
+    "number": (-sys.float_info.max, sys.float_info.max, "a finite number"),
+}
+
+
+def read_number(name, value, standing):
+    """Return a float, an array with a number for each agent, a `Schedule`, or a pair of these.
+
+    value: a number; a text; a list, one value for each agent; a tuple, the clip ranges below and
+    above 1; or a function of the fraction of the run that remains.
+    """
+    if isinstance(value, str):
+        return read_number_text(name, value, standing)
+    if isinstance(value, tuple) and name == "clip_range":
+        if len(value) != 2:
+            refuse(name, value, "a number, or a pair of numbers for below and above 1")
+        return tuple(read_number(name, part, standing) for part in value)
+    if isinstance(value, list | tuple):
+        parts = [read_number(name, part, standing) for part in value]
+        if not parts or len(set(map(jax.tree.structure, parts))) > 1:
+            refuse(name, value, "numbers, or schedules of one shape")
+        return jax.tree.map(lambda *numbers: np.stack(numbers), *parts)
+    if callable(value) and not isinstance(value, Schedule | jax.tree_util.Partial):
+        if getattr(value, "__module__", "").startswith("optax"):
+            refuse(name, value, "a function of the fraction that remains; optax's count steps")
+        return jax.tree_util.Partial(value)  # a pytree, which a function is not
+    return float(value) if type(value) is int and abs(value) < 1e300 else value
+
+
+def read_number_text(name, text, standing):
+    """Return a number; of low,high a pair; of linear, linear_3e-4 or cosine_3e-4_0.1 a schedule."""
+    if "," in text and name == "clip_range":
+        return read_number(name, tuple(text.split(",")), standing)
+    shape, *numbers = map(read_word, text.strip().split("_"))
+    if shape in ("linear", "cosine") and len(numbers) <= 2:
+        if not numbers:
+            standing = read_number(name, standing, None)
+            numbers = [getattr(standing, "initial", standing)]
+        initial, final_fraction = (*numbers, 0.0)[:2]
+        if isinstance(initial, int | float):
+            return Schedule(float(initial), float(final_fraction), shape)
+    if numbers or not isinstance(shape, int | float):
+        refuse(name, text, "a number, linear, or like linear_3e-4 or cosine_3e-4_0.1")
+    return float(shape)
+
+
+def check_number(name, value, low, high, right):
+    """Refuse a number that is not from low to high; of a schedule, in three places."""
+    if isinstance(value, tuple):
+        for part in value:
+            check_number(name, part, low, high, right)
+    elif callable(value):
+        check_number(name, value(1.0), low, high, right)
+        for progress in (0.5, 0.0):  # a schedule may fall to 0
+            check_number(name, value(progress), min(low, 0.0), high, f"{right} at all times")
+    elif not isinstance(value, jax.core.Tracer):  # whose number is not known
+        numbers = np.asarray(value)
+        is_number = numbers.dtype.kind in "iuf"
+        if not is_number or not np.all((numbers >= low) & (numbers.astype(float) <= high)):
+            refuse(name, value, right)
+
+
+def check_config(config):
+    """Refuse the first setting that cannot work, by itself or with another one."""
+    check_env(config.env)
+    for name in STATIC:
+        value = getattr(config, name)
+        try:
+            hash(value)
+        except TypeError:
+            refuse(name, value, "hashable: a tuple in place of each list among its fields")
+    policy = modules = config.policy
+    if not isinstance(policy, tuple) or len(policy) != 2:
+        modules = (policy,)
+    are_modules = all(isinstance(module, nn.Module) for module in modules)
+    if not are_modules and policy not in POLICIES:
+        right = f"one of {', '.join(POLICIES)}, or a Flax Linen module as in Net(), or two of these"
+        refuse("policy", policy, right + closest(policy, POLICIES))
+    if not callable(getattr(optax, str(config.optimizer), config.optimizer)):
+        near = closest(config.optimizer, dir(optax))
+        refuse("optimizer", config.optimizer, f"an optimiser of optax{near}")
+    size, length = config.rollout_size, config.sequence_length
+    if size >= 2**30:  # twice that must fit the integers that `shuffle` computes with
+        refuse("n_envs", config.n_envs, f"below {2**30} when multiplied with {config.n_steps=}")
+    if config.n_updates >= 2**31:
+        refuse("total_timesteps", config.total_timesteps, f"below {2**31} rollouts of {size}")
+    if config.n_steps % length:
+        near = nearest_divisors(length, config.n_steps)
+        refuse("sub_traj_len", length, f"a divisor of n_steps = {config.n_steps}, as {near}")
+    batch_size = min(config.batch_size or config.minibatch_size, size)
+    if size % batch_size or batch_size % length:
+        near = nearest_divisors(batch_size / length, size // length, length)
+        windows = f" in windows of sub_traj_len = {length}" * config.is_recurrent
+        right = f"a divisor of the rollout of n_envs * n_steps = {size} samples{windows}, as {near}"
+        refuse("batch_size", batch_size, right)
+    if batch_size == 1 and config.normalize_advantage:
+        refuse("batch_size", 1, "at least 2, or normalize_advantage False")
+    if not 0 < config.noise_steps <= config.n_steps:
+        right = f"-1 or a whole number from 1 to n_steps = {config.n_steps}"
+        refuse("sde_sample_freq", config.sde_sample_freq, right)
+
+
+def check_env(env, name=None):
+    """Refuse what is no environment and no name of one."""
+    if isinstance(env, type):
+        refuse("env", env, f"an object, as {env.__name__}()")
+    if not isinstance(env, str):
+        for part in ("reset", "step", "default_params", "observation_space", "action_space"):
+            if not hasattr(env, part):
+                right = f"a name or have gymnax's interface; it has no {part}"
+                refuse("env", name or env, right)
+    elif ":" not in env:
+        suite, slash, name = env.rpartition("/")
+        if suite not in SUITES:
+            suites = "".join(f", {known}/name" for known in SUITES if known)
+            refuse("env", env, f"a name in gymnax, or module:Class{suites}; there is no such suite")
+        known = import_gymnax().registered_envs
+        if not slash and name not in known:
+            near = closest(name, known) or f"; gymnax has {', '.join(known)}"
+            raise ConfigError(f"env: {env!r} is no environment of gymnax{near}")
+
+
+def check_spaces(name, obs_space, action_space):
+    """Refuse an environment whose spaces no network can serve."""
+    for space in (*leaf_spaces(obs_space).values(), action_space):
+        if not is_box(space) and not action_sizes(space):
+            kinds = "Discrete, Box, MultiDiscrete or MultiBinary, or a Tuple of Discrete actions"
+            which = "actions" if space is action_space else "observations"
+            raise ConfigError(f"env: {name!r} has {which} in {space}; it must be {kinds}")
+
+
+def check_policy(config, env):
+    """Refuse a policy whose settings do not suit the environment's spaces."""
+    space = env.action_space
+    for name in ("squash_output", "use_sde"):
+        if getattr(config, name) and not is_box(space):
+            raise ConfigError(f"{name}: True needs continuous actions; {config.env!r} has {space}")
+    if config.squash_output and not np.isfinite(np.subtract(space.high, space.low)).all():
+        raise ConfigError(f"squash_output: True needs finite bounds; {config.env!r} has {space}")
+    smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy)
+    parts = leaf_spaces(env.obs_space).values()
+    for part in parts:
+        is_suited = smallest is None or is_image(part, smallest)
+        if not is_suited and (len(parts) == 1 or is_image(part)):
+            needs = f"images (height, width, channels) from {smallest} by {smallest} on"
+            shown = f"{config.env!r} shows {part}; use mlp"
+            raise ConfigError(f"policy: {config.policy!r} needs {needs}; {shown}")
+
+
+def check_step(env, result, resets_itself):
+    """Refuse an environment whose step does not return what gymnax's interface says."""
+    right = "observation, state, reward, terminated, info"
+    if resets_itself:
+        right = "observation, state, reward, terminated, truncated, info"
+    if len(result) != len(right.split(",")):
+        refuse("env", env, f"such that a step returns {right}, not {len(result)} values")
+    if resets_itself and "final_observation" not in result[-1]:
+        refuse("env", env, "such that a step that resets has info['final_observation']")
+
+
+def check_output(result, n_results, batch, action_space):
+    """Refuse a module of the user's that returns what PPO cannot use."""
+    if not isinstance(result, tuple) or len(result) != n_results:
+        right = "a distribution and values, and with a memory the memory after the step"
+        found = jax.tree.map(jnp.shape, result)
+        raise ConfigError(f"policy: the module returns arrays {found}; it must return {right}")
+    distribution, value = result[:2]
+    if not hasattr(distribution, "log_prob"):
+        found = type(distribution).__name__
+        raise ConfigError(f"policy: {found} is no distribution; return Categorical(logits) or such")
+    shape = getattr(value, "shape", None)
+    if shape != batch:
+        right = f"of shape {shape}; it must be {batch}, as [..., 0] of a Dense(1)"
+        raise ConfigError(f"policy: the module returns values {right}")
+    shape = (*batch, *action_shape(action_space))
+    found = jax.eval_shape(distribution.mode).shape
+    n_choices = sum(action_sizes(action_space))
+    logits = getattr(distribution, "logits", jnp.zeros(n_choices))
+    if found != shape or logits.shape[-1] != n_choices:
+        found = f"actions of shape {found} among {logits.shape[-1]}"
+        raise ConfigError(f"policy: the module gives {found}; it must serve {action_space}")
+
+
+def check_report(config, report):
+    """Refuse a loss of the user's that reports what cannot be used."""
+    if not isinstance(report, dict) or any(x.shape for x in report.values()):
+        raise ConfigError("loss_function: it must return a scalar and a dictionary of scalars")
+    if config.target_kl is not None and "approx_kl" not in report:
+        raise ConfigError("loss_function: it must report approx_kl, which target_kl is a limit of")
+
+
+def refuse(name, value, right):
+    """Raise the `ConfigError` for a value, with what would be right."""
+    raise ConfigError(f"{name}: {one_line(repr(value))} won't do; it must be {right}")
+
+
+def one_line(text):
+    """Return a text with each run of spaces and line ends as one space."""
+    return " ".join(str(text).split())
+
+
+def closest(name, known):
+    """Return "; did you mean …?" with the known names nearest to `name`, or "" for none."""
+    name = str(name).lower()
+    lower = {str(candidate).lower(): str(candidate) for candidate in known}
+    near = [lower[match] for match in difflib.get_close_matches(name, lower)]
+    for ours, others in ELSEWHERE.items():
+        if name in others.split() and ours in known:
+            near = [ours]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest_divisors(wanted, whole, unit=1):
+    """Return the divisors of `whole` next to `wanted` on both sides, in words, times `unit`."""
+    known = divisors(whole)
+    place = np.searchsorted(known, wanted)
+    below, above = np.take(known, [place - 1, place], mode="clip")
+    return f"{unit * below} and {unit * above}"
+
+
+def divisors(whole):
+    """Return the divisors of a whole number, the least first."""
+    return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+ELSEWHERE = {  # names of the same settings in other libraries
+    "env": "env_id env_name",
+    "total_timesteps": "total_steps num_timesteps total_frames",
+    "n_envs": "num_envs num_env",
+    "n_steps": "num_steps unroll_length frames_per_batch",
+    "batch_size": "num_minibatches n_minibatches minibatch_size mini_batch_size",
+    "n_epochs": "update_epochs num_epochs ppo_epochs",
+    "learning_rate": "lr anneal_lr anneal_learning_rate",
+    "gae_lambda": "lambda lmbda lam",
+    "clip_range": "clip_eps clip_coef clip_epsilon",
+    "ent_coef": "entropy_coeff entropy_cost",
+    "n_seeds": "num_seeds seeds",
+}
+# What differs from the defaults, by environment. CartPole's and Pendulum's settings were tuned
+# until the tests of learning passed with room; the others are of usual sizes.
+CARTPOLE = dict(total_timesteps=300_000, n_envs=32, n_steps=32, n_epochs=8)
+CARTPOLE |= dict(gamma=0.98, gae_lambda=0.9, learning_rate="linear_1e-3")
+ACROBOT = dict(total_timesteps=500_000, gamma=0.99, gae_lambda=0.95, ent_coef=0.01)
+PENDULUM = dict(n_envs=16, n_steps=128, batch_size=256, n_epochs=10, gamma=0.9, gae_lambda=0.95)
+IMAGES = dict(total_timesteps=10_000_000, learning_rate="linear_1e-3", ent_coef=0.01, net_arch=())
+PRESETS = {
+    "CartPole-v1": CARTPOLE,
+    "Acrobot-v1": CARTPOLE | ACROBOT,
+    "Pendulum-v1": CARTPOLE | PENDULUM,
+    "Asterix-MinAtar": IMAGES,
+    "Breakout-MinAtar": IMAGES,
+    "Freeway-MinAtar": IMAGES,
+    "Seaquest-MinAtar": IMAGES,
+    "SpaceInvaders-MinAtar": IMAGES,
+    "Pong-misc": IMAGES,
+}
+
+TRACED = [field.name for field in dataclasses.fields(PPOConfig) if "traced" in field.metadata]
+STATIC = [name for name in fields_of(PPOConfig) if name not in TRACED]
+
+
+def flatten_config(config):
+    """Return a config's leaves, and what belongs to the program."""
+    leaves = [getattr(config, name) for name in TRACED]
+    return leaves, tuple(getattr(config, name) for name in STATIC)
+
+
+def unflatten_config(program, leaves):
+    """Return a config past its checks: leaves may be tracers, axes or shapes here."""
+    config = object.__new__(PPOConfig)
+    for name, value in zip(STATIC + TRACED, (*program, *leaves)):
+        object.__setattr__(config, name, value)
+    return config
+
+
+jax.tree_util.register_pytree_node(PPOConfig, flatten_config, unflatten_config)
+# ==================================================================================================
+# 8. Evaluation
+# ==================================================================================================
 
 
 @functools.partial(jax.jit, static_argnames=("n_episodes", "deterministic"))
-def evaluate(config: PPOConfig, agent: Agent, key: jax.Array, n_episodes: int, deterministic: bool = True) -> jax.Array:
-    """Play `n_episodes` whole episodes side by side and return their undiscounted returns (n_episodes,).
+def evaluate(config, agent, key, n_episodes, deterministic=True, max_steps=100_000):
+    """Play whole episodes side by side and return their undiscounted returns, (n_episodes,).
 
-    deterministic: take the most probable action; otherwise sample as in training. Ends when the last episode does.
+    deterministic: take the most probable action instead of a sample. An episode that has not ended
+    after max_steps steps has the return NaN.
     """
-    env, env_params = make_env(config)
+    check_one(agent)
+    if n_episodes < 1:
+        refuse("n_episodes", n_episodes, "a whole number from 1 on")
+    env = make_env(config)
     network = make_network(config)
     reset_key, noise_key, env_key = jax.random.split(key, 3)
-    starts = reset_envs(env, env_params, jax.random.split(reset_key, n_episodes))  # of later episodes too: none counts
-    memory = network.empty_memory(n_episodes) if config.is_recurrent else None
+    starts = env.reset(jax.random.split(reset_key, n_episodes))  # no later episode counts
 
-    def playing(carry: tuple) -> jax.Array:
-        return ~jnp.all(carry[-1])
+    def playing(carry):
+        t, _, _, _, over = carry
+        return ~jnp.all(over) & (t < max_steps)
 
-    def step(carry: tuple) -> tuple:
-        t, obs, states, memory, returns, over = carry
-        seen = normalize_obs(agent.obs_statistics, obs)
-        distribution, _, memory = apply_network(network, agent.params, seen, memory)
-        if deterministic:
-            action = distribution.mode()
-        else:
-            action = distribution.sample(distribution.noise(jax.random.fold_in(noise_key, t // config.noise_steps)))
+    def step(carry):
+        t, (obs, env_states), memory, returns, over = carry
+        distribution, _, memory = act(network, agent, obs, memory)
+        action = distribution.mode()
+        if not deterministic:
+            draw_key = jax.random.fold_in(noise_key, t // config.noise_steps)
+            action = distribution.sample(distribution.noise(draw_key, 1)[0])
         keys = jax.random.split(jax.random.fold_in(env_key, t), n_episodes)
-        new = step_envs(env, env_params, keys, states, action, starts, config.squash_output, config.frame_skip)
-        returns = returns + jnp.where(over, 0.0, new.reward)
-        return t + 1, new.obs, new.states, memory, returns, over | new.terminated | new.truncated
+        new, outcome = env.step(keys, env_states, action, starts)
+        returns = returns + jnp.where(over, 0.0, outcome.reward)
+        return t + 1, new, memory, returns, over | outcome.terminated | outcome.truncated
 
-    start = (jnp.int32(0), *starts, memory, jnp.zeros(n_episodes), jnp.zeros(n_episodes, bool))
-    return jax.lax.while_loop(playing, step, start)[-2]
-
-
-# ======================================================================================================================
-# 6. Populations
-# ======================================================================================================================
-
-CHUNK_UPDATES = 128  # at most, in one call of the device: what bounds the metrics that it holds
-# On a CPU LLVM's later passes take a third of the compilation and make nothing faster here.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    memory = network.initial_memory(n_episodes)
+    nothing = jnp.zeros(n_episodes, jnp.float32)
+    carry = (jnp.int32(0), starts, memory, nothing, nothing > 0)
+    _, _, _, returns, over = jax.lax.while_loop(playing, step, carry)
+    return jnp.where(over, returns, unknown())
 
 
-def spread(function: Callable, config: PPOConfig, agents: chex.ArrayTree, *shared: Any) -> Any:
-    """Call `function(config, agent, *shared)` for each agent, the agents split between the local devices.
+def check_one(agent):
+    """Refuse several agents in place of one."""
+    if agent.n_updates.ndim:
+        right = "one, as jax.tree.map(lambda x: x[0], agents); jax.vmap(evaluate) plays several"
+        refuse("agent", agent, right)
 
-    agents: a tree of arrays with a leading axis of agents, of any length; a leaf of the config may have that axis too.
-    No device waits for another one before all are through. The agents of one device run side by side, but on a CPU one
-    after the other: a core gains nothing from larger arrays, and what one agent needs stays in its cache.
+
+def make_policy(config, agent):
+    """Return `policy(obs, key=None, memory=None)`, which gives an action and the memory after it.
+
+    obs: one observation or a batch (B, …), as the environment shows them; gymnasium's too. key: to
+    sample the action; None: the most probable one. memory: what the call before returned; None when
+    an episode begins. Actions are NumPy arrays as the environment takes them.
     """
-    n_agents = len(jax.tree.leaves(agents)[0])
-    chosen = jax.config.jax_default_device  # where the user, or --device, has chosen one
-    devices = jax.local_devices(backend=chosen and chosen.platform)[:n_agents]
-    rows = np.arange(-(-n_agents // len(devices)) * len(devices)) % n_agents  # a last device without work repeats some
-    each = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
-    if len(rows) > n_agents:
-        each = jax.tree.map(lambda x: x[rows], each)
+    check_one(agent)
+    env = make_env(config)
+    network = make_network(config)
 
-    def per_device(each: tuple[PPOConfig, Any], shared: tuple) -> Any:
-        def one_agent(given: tuple[PPOConfig, Any]) -> Any:
-            return function(*given, *shared)
+    @jax.jit
+    def act_on_batch(obs, key, memory):
+        distribution, _, memory = act(network, agent, obs, memory)
+        action = distribution.mode()
+        if key is not None:
+            action = distribution.sample(distribution.noise(key, 1)[0])
+        return env.to_environment(action), memory
 
-        return jax.lax.map(one_agent, each) if devices[0].platform == "cpu" else jax.vmap(one_agent)(each)
+    def policy(obs, key=None, memory=None):
+        obs = jax.tree.map(np.asarray, obs, is_leaf=lambda x: isinstance(x, list))
+        batch = batch_shape(obs, env.obs_space)
+        if not batch:
+            obs = jax.tree.map(lambda x: x[None], obs)
+        if memory is None:
+            memory = network.initial_memory(*batch or (1,))
+        action, memory = act_on_batch(obs, key, memory)
+        if not batch:
+            action = jax.tree.map(lambda x: x[0], action)
+        return jax.device_get(action), memory
 
-    mesh = jax.sharding.Mesh(np.array(devices), ("agents",))
-    split, whole = jax.sharding.PartitionSpec("agents"), jax.sharding.PartitionSpec()
-    results = jax.shard_map(per_device, mesh=mesh, in_specs=(split, whole), out_specs=split, check_vma=False)(
-        each, shared
-    )
-    return jax.tree.map(lambda x: x[:n_agents], results) if len(rows) > n_agents else results
+    return policy
 
 
-@functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-def init_population(config: PPOConfig, keys: jax.Array) -> Agent:
-    """Return untrained agents, one for each key: every leaf of the result has a leading axis of agents."""
-    return spread(init_agent, config, keys)
+# ==================================================================================================
+# 9. Populations
+# ==================================================================================================
 
 
-@functools.partial(jax.jit, donate_argnames="agents", static_argnames="capacity", compiler_options=COMPILER_OPTIONS)
-def train_chunk(
-    config: PPOConfig, agents: Agent, n_updates: jax.Array, capacity: int
-) -> tuple[Agent, dict[str, jax.Array]]:
-    """Do `n_updates` updates of every agent: `train_updates` on all devices. The agents passed in are used up."""
-    return spread(functools.partial(train_updates, capacity=capacity), config, agents, n_updates)
+def use_every_core():
+    """Make every CPU core a device of its own, for `train_population`; call it before JAX starts.
+
+    XLA runs networks of this size on about one core. A number that the user has set stays.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_num_cpu_devices < 1 and "device_count" not in flags:
+        n_cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):
+            n_cores = len(os.sched_getaffinity(0))
+        jax.config.update("jax_num_cpu_devices", n_cores)
+
+
+CHUNK_UPDATES = 128  # at most, in one call of the device, which holds their metrics
+FIRST_METRICS = ("timesteps", "return", "length")  # the others follow by name
 
 
 def train_population(
-    config: PPOConfig,
-    start: jax.Array | Agent,
-    callback: Callable[[int, dict[str, np.ndarray], Agent], bool | None] | None = None,
-    callback_seconds: float = 0.5,
-    run_dir: pathlib.Path | None = None,
-    reset_num_timesteps: bool = False,
-) -> tuple[Agent, dict[str, np.ndarray]]:
-    """Train an agent for each key, the agents spread over the local devices: `jax.vmap(train, (None, 0))`, but faster.
+    config,
+    start,
+    callback=None,
+    callback_seconds=0.5,
+    run_dir=None,
+    reset_num_timesteps=False,
+    progress_bar=None,
+):
+    """Train an agent for each key on all local devices: `jax.vmap(train, (None, 0))`, but faster.
 
-    start: keys (S,), or agents of an earlier run, which go on to config.total_timesteps in all, or with
-    reset_num_timesteps for as many more. Leaves of the config may have a leading axis of S too: each agent then has its
-    own value, so hyperparameters and seeds are swept in one compilation. The run goes in chunks of updates, so that
-    what the devices hold doesn't grow with it; chunks change no number. callback(timesteps, metrics, agents) is called
-    with the chunk's metrics (S, updates) about every `callback_seconds`, and ends the run where it returns true; agents
-    are valid until it returns. Returns agents and metrics as `train` does, with a leading axis of S; the metrics are
-    NumPy arrays. On any exception what was learnt is saved in run_dir, or else in a temporary folder that the
-    exception names. Raises `ConfigError` for leaves of another length and where nothing is left to train.
+    start: keys (S,), or agents of an earlier run, which go on to config.total_timesteps in all. A
+    number in the config may be an array (S,): each agent then has its own.
+    callback: called as callback(timesteps, metrics, agents) between chunks of updates, about every
+    callback_seconds, with the chunk's metrics (S, updates); ends the run where it returns true. The
+    agents are valid until the callback returns.
+    run_dir: the folder for what was learnt before an exception; None: a new temporary one.
+    reset_num_timesteps: let agents of an earlier run begin a new one, environments reset.
+    progress_bar: show progress; None: in a notebook alone.
+
+    Returns agents and metrics (NumPy) as `train` does, with a leading axis of S. Chunks change no
+    number, and bound the memory of a long run.
     """
-    check_config(config)
-    continued = isinstance(start, Agent)
-    n_agents = len(start.key if continued else start)
-    for name in TRACED:
-        for value in jax.tree.leaves(getattr(config, name)):
-            if np.ndim(value) and np.shape(value) != (n_agents,):
-                raise ConfigError(
-                    f"{name}: an array of shape {np.shape(value)}; for {n_agents} keys it must be ({n_agents},)"
-                )
-    if continued:  # copies, since chunks use up what they are given
-        n_updates = jnp.zeros(n_agents, jnp.int32) if reset_num_timesteps else start.n_updates
-        agents = jax.tree.map(jnp.copy, start.replace(n_updates=n_updates))
-        check_unfinished(config, agents)
-    else:
-        agents = init_population(config, start)
+    agents = first_agents(config, start, reset_num_timesteps)
     done = int(agents.n_updates[0])
     capacity = min(config.n_updates, CHUNK_UPDATES)
-    size = 1 if callback else capacity
+    train_chunk = on_every_device(train_updates, donate=(1,), capacity=capacity)
+    bar = make_bar(config, done, progress_bar)
+    size = 1
+    if bar.disable and callback is None:
+        size = capacity
     history, stop = [], False
     try:
         while done < config.n_updates and not stop:
             n_updates = min(size, capacity, config.n_updates - done)
             begin = time.perf_counter()
-            agents, metrics = train_chunk(config, agents, jnp.int32(n_updates), capacity)
-            history.append({name: np.asarray(values)[:, :n_updates] for name, values in metrics.items()})
+            agents, metrics = train_chunk(config, agents, jnp.int32(n_updates))
+            metrics = to_host(config, metrics, done, n_updates)
+            history.append(metrics)
             done += n_updates
-            if callback:
-                pace = callback_seconds / (time.perf_counter() - begin)
+            pace = callback_seconds / (time.perf_counter() - begin)
+            if size < capacity:
                 size = max(1, min(int(n_updates * pace), 2 * size))
-                stop = callback(done * config.rollout_size, history[-1], agents)
+            timesteps = done * config.rollout_size
+            mean_return = known_mean(metrics["return"][:, -1])
+            bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+            bar.update(timesteps - bar.n)
+            if callback:
+                stop = callback(timesteps, metrics, agents)
     except BaseException as error:
-        if history and not agents.n_updates.is_deleted():  # as they are where the device failed within a chunk
-            folder = pathlib.Path(run_dir or tempfile.mkdtemp(prefix="ppo_jax-"))
+        if history and not agents.n_updates.is_deleted():  # as they are where a chunk failed
+            folder = run_dir or tempfile.mkdtemp(prefix="ppo_jax-")
             save_agents(folder, config, agents)
             error.add_note(f"What was learnt is in {folder}; load_agents reads it.")
         raise
-    return agents, {name: np.concatenate([chunk[name] for chunk in history], axis=1) for name in METRICS}
+    finally:
+        bar.close()
+    metrics = jax.tree.map(lambda *chunks: np.concatenate(chunks, axis=1), *history)
+    return agents, pick(metrics, history[0])
 
 
-def check_unfinished(config: PPOConfig, agents: Agent) -> None:
-    """Raise `ConfigError` where agents (S, …) have done all that the config asks for."""
-    done = int(agents.n_updates[0]) * config.rollout_size
-    if done >= config.total_timesteps:
-        raise ConfigError(
-            f"total_timesteps: {config.total_timesteps} and {done} are done; it must be above these, or "
-            "reset_num_timesteps be set"
-        )
+def first_agents(config, start, reset_num_timesteps):
+    """Return the agents (S, …) of keys or of an earlier run, checked against the config."""
+    if isinstance(start, Agent):
+        check_swept(config, len(start.n_updates))
+        check_resumable(config, start, reset_num_timesteps)
+        return on_every_device(continue_agent, restart=reset_num_timesteps)(config, start)
+    is_typed = jnp.issubdtype(start.dtype, jax.dtypes.prng_key)
+    if start.ndim < (1 if is_typed else 2) or not len(start):
+        refuse("start", start, "several keys, as jax.random.split(key, 4) gives them")
+    check_swept(config, len(start))
+    return init_population(config, start)
 
 
-def save_agents(run_dir: str | pathlib.Path, config: PPOConfig, agents: Agent, **run: Any) -> None:
-    """Write agents whole, from networks to keys, and config.json with `run`, what else there is to say of the run.
+def check_swept(config, n_agents):
+    """Refuse a config with a number that is an array of another length."""
+    right = f"a number, or an array of shape ({n_agents},) for these agents"
+    for name in TRACED:
+        for value in jax.tree.leaves(getattr(config, name)):
+            if np.shape(value) not in ((), (n_agents,)):
+                refuse(name, value, right)
 
-    run_dir: a folder, made if there is none. The agents become an Orbax checkpoint in it; an older one goes once the
-    new one stands.
+
+def check_resumable(config, agents, restart):
+    """Refuse agents (S, …) that cannot go on, or begin anew, with a config."""
+    needed = empty_agent(config)
+    if restart:
+        agents, needed = learnt(agents), learnt(needed)
+    else:
+        if agents.n_steps != config.n_steps:
+            right = f"{agents.n_steps}, by which steps were counted, or reset_num_timesteps be set"
+            refuse("n_steps", config.n_steps, right)
+        done = int(agents.n_updates[0]) * config.rollout_size
+        if done >= config.total_timesteps:
+            right = f"above the {done} that are done, or reset_num_timesteps be set"
+            refuse("total_timesteps", config.total_timesteps, right)
+    needed = {name: leaf.shape for name, leaf in named_leaves(needed).items()}
+    found = {name: leaf.shape[1:] for name, leaf in named_leaves(agents).items()}
+    for name in sorted(needed.keys() | found.keys()):
+        if needed.get(name) != found.get(name):
+            shapes = f"{found.get(name)}, and the settings need {needed.get(name)}"
+            raise ConfigError(f"agents: {name} is of shape {shapes}")
+
+
+def learnt(agent):
+    """Return what an agent keeps when it begins a new run, fields by name."""
+    return pick(vars(agent), ("params", "opt_state", "obs_statistics", "return_statistics"))
+
+
+def empty_agent(config):
+    """Return one of a config's agents with shapes and dtypes in place of arrays."""
+    first = jax.tree.map(lambda leaf: np.ravel(leaf)[0], config)  # of each swept number
+    return jax.eval_shape(init_agent, first, jax.random.key(0))
+
+
+def continue_agent(config, agent, restart):
+    """Return a copy of an agent; restart: at the start of a new run, its environments reset."""
+    if restart:
+        return init_agent(config, agent.key).replace(**learnt(agent))
+    return agent
+
+
+def to_host(config, metrics, done, n_updates):
+    """Return a chunk's metrics (S, n_updates) as NumPy arrays, with steps counted in 64 bits."""
+    metrics = jax.tree.map(lambda x: np.asarray(x)[:, :n_updates], metrics)
+    timesteps = np.arange(done + 1, done + n_updates + 1, dtype=np.int64) * config.rollout_size
+    metrics["timesteps"] = np.broadcast_to(timesteps, metrics["return"].shape)
+    return pick(metrics, FIRST_METRICS) | metrics
+
+
+def init_population(config, keys):
+    """Return untrained agents, one for each key (S,), with a leading axis of S."""
+    return on_every_device(init_agent)(config, keys)
+
+
+@functools.cache
+def on_every_device(function, donate=(), **static):
+    """Return `spread` of a function of a config and an agent, compiled."""
+    options = {}
+    if jax.default_backend() == "cpu":
+        # LLVM's later passes take a third of the compilation and make nothing faster here.
+        options["xla_backend_optimization_level"] = 1
+    run = functools.partial(spread, functools.partial(function, **static))
+    return jax.jit(run, donate_argnums=donate, compiler_options=options)
+
+
+def spread(function, config, agents, *shared):
+    """Call `function(config, agent, *shared)` for each agent, agents split between local devices.
+
+    agents: (S, …); a leaf of the config may have that axis too. The agents of one device run side
+    by side, but on a CPU one after the other: what one agent needs stays in the core's cache.
     """
-    import orbax.checkpoint as ocp
+    n_agents = len(jax.tree.leaves(agents)[0])
+    chosen = jax.config.jax_default_device  # by --device, or by the user
+    devices = jax.local_devices(backend=chosen and chosen.platform)[:n_agents]
+    n_rows = -(-n_agents // len(devices)) * len(devices)  # a device without work repeats some
+    rows = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
+    if n_rows > n_agents:
+        rows = jax.tree.map(lambda x: x[np.arange(n_rows) % n_agents], rows)
 
-    path = pathlib.Path(run_dir).absolute() / "checkpoint"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_config(path.parent, config, n_seeds=len(agents.key), **run)
-    fresh = path.with_name("checkpoint.new")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(fresh, jax.device_get(named_leaves(agents)), force=True)
-    if path.exists():
-        shutil.rmtree(path)
-    fresh.rename(path)
+    def on_device(rows, shared):
+        def one_agent(row):
+            return function(*row, *shared)
+
+        if devices[0].platform == "cpu":
+            return jax.lax.map(one_agent, rows)
+        return jax.vmap(one_agent)(rows)
+
+    mesh = jax.sharding.Mesh(np.array(devices), ("agents",))
+    split, whole = jax.sharding.PartitionSpec("agents"), jax.sharding.PartitionSpec()
+    specs = dict(in_specs=(split, whole), out_specs=split)
+    results = jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(rows, shared)
+    if n_rows > n_agents:
+        results = jax.tree.map(lambda x: x[:n_agents], results)
+    return results
 
 
-def load_agents(run_dir: str | pathlib.Path, config: PPOConfig | None = None) -> tuple[PPOConfig, Agent]:
-    """Read what `save_agents` wrote: a config and agents, on the host.
+# ==================================================================================================
+# 10. Run folders
+# ==================================================================================================
 
-    config: where it can't be read, because it holds objects of the user's. Raises `ConfigError` where something is
-    missing, damaged or of another shape.
+
+def save_agents(run_dir, config, agents, **run):
+    """Write agents whole, from networks to keys, and config.json.
+
+    agents: one, or several with a leading axis. run: more entries of config.json. The last two
+    checkpoints are kept; each of them is there whole or not at all.
     """
-    import orbax.checkpoint as ocp
+    n_seeds = len(agents.n_updates) if agents.n_updates.ndim else None
+    check_swept(config, n_seeds)
+    folder = pathlib.Path(run_dir).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config, n_seeds=n_seeds, **run)
+    ocp, manager = open_checkpoints(folder, create=True)
+    with manager:
+        number = (manager.latest_step() or 0) + 1
+        manager.save(number, args=ocp.args.StandardSave(jax.device_get(plain_leaves(agents))))
 
-    settings = read_settings(pathlib.Path(run_dir) / "config.json")
+
+def load_agents(run_dir, config=None, **objects):
+    """Read what `save_agents` wrote last: a config and agents, on the host.
+
+    config: in place of the one in config.json. objects: settings that a file cannot hold, such as
+    env, policy or loss_function. Raises `ConfigError` where something is missing or damaged.
+    """
+    folder = pathlib.Path(run_dir).expanduser().absolute()
+    settings = read_file(folder / "config.json") | objects
     if config is None:
-        fields = [field.name for field in dataclasses.fields(PPOConfig)]
-        config = PPOConfig(**{name: value for name, value in settings.items() if name in fields})
-    path = pathlib.Path(run_dir).absolute() / "checkpoint"
-    if not path.is_dir() or "n_seeds" not in settings:
-        raise ConfigError(f"checkpoint: {path} with a config.json beside it must be what a training run left")
-    keys = jax.random.split(jax.random.key(0), settings["n_seeds"])
-    agents = jax.eval_shape(lambda keys: jax.vmap(init_agent, (None, 0))(config, keys), keys)
+        check_objects(folder, settings)
+        config = PPOConfig(**pick(settings, fields_of(PPOConfig)))
+    if not (folder / "checkpoint").is_dir() or "n_seeds" not in settings:
+        found = ", ".join(sorted(os.listdir(folder)))
+        raise ConfigError(f"checkpoint: {folder} holds {found}; it must hold what a run left")
+    lead = () if settings["n_seeds"] is None else (settings["n_seeds"],)
+    agent = empty_agent(config)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    expected = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for name, x in jax.eval_shape(named_leaves, agents).items()
-    }
+    expected = {}
+    for name, leaf in jax.eval_shape(plain_leaves, agent).items():
+        shape = (*lead, *leaf.shape)
+        expected[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+    ocp, manager = open_checkpoints(folder)
+    # Of a damaged checkpoint TensorStore's threads would each print a traceback, also later.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda *_: None  # and stays so on damage
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            stored = dict(checkpointer.metadata(path).item_metadata.tree)
-            for name in sorted(expected.keys() | stored.keys()):
-                has, needs = (tuple(of[name].shape) if name in of else "nothing" for of in (stored, expected))
-                if has != needs:
-                    raise ConfigError(f"checkpoint: {path} holds {has} as {name} where config.json says {needs}")
-            # From a device they would be bound to it, and could not be spread over all.
-            restored = jax.device_get(checkpointer.restore(path, expected))
-    except ConfigError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise all sorts of things for a damaged folder
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a task that Orbax left behind would log it once more
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"checkpoint: {path} is damaged ({reason}); it must be as the training run left it"
-        ) from error
+        with manager:
+            saved = ocp.args.StandardRestore(expected)
+            leaves = manager.restore(manager.latest_step(), args=saved)
+    except Exception as error:  # Orbax and TensorStore raise all sorts of things here
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a task would log it once more
+        message = f"checkpoint: {folder}/checkpoint is damaged, or not of config.json's settings"
+        raise ConfigError(f"{message} ({one_line(error)[:300]})") from error
+    sys.unraisablehook = hook
+    leaves = jax.device_get(leaves)  # on a device they would be bound to it
 
-    def stored_leaf(path: tuple, leaf: jax.ShapeDtypeStruct) -> Any:
-        value = restored[leaf_name(path)]
-        return jax.random.wrap_key_data(value) if is_key(leaf) else value
-
-    return config, jax.tree_util.tree_map_with_path(stored_leaf, agents)
-
-
-def named_leaves(tree: chex.ArrayTree) -> dict[str, jax.Array]:
-    """Return each leaf by its path, keys as integers."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path): jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in leaves}
-
-
-def leaf_name(path: tuple) -> str:
-    """Return a leaf's path in words."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def is_key(leaf: jax.Array) -> bool:
-    """Tell whether an array is of keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def write_config(run_dir: pathlib.Path, config: PPOConfig, **run: Any) -> None:
-    """Write config.json: what else there is to say of the run, and every setting by name."""
-    settings = {name: plain_setting(value) for name, value in vars(config).items()}
-    settings |= {name: dict(getattr(config, name)) for name in ("env_params", "optimizer_kwargs")}
-    fresh = run_dir / "config.json.new"  # a full disk must not cost the one that is there
-    fresh.write_text(json.dumps(run | settings, indent=2, default=str) + "\n")
-    fresh.replace(run_dir / "config.json")
-
-
-def plain_setting(value: Any) -> Any:
-    """Return a setting as JSON can hold it and `PPOConfig` takes it, or the name of an object of the user's."""
-    if isinstance(value, tuple) and value and isinstance(value[0], Schedule | float):
-        return ",".join(str(part) for part in value)  # a pair of clip ranges
-    if isinstance(value, str | int | float | tuple | None):
+    def stored_leaf(path, leaf):
+        value = leaves[path_name(path)]
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            value = jax.random.wrap_key_data(value)
         return value
-    return np.asarray(value).tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else str(value)
+
+    return config, jax.tree_util.tree_map_with_path(stored_leaf, agent)
 
 
-def read_settings(path: pathlib.Path) -> dict[str, Any]:
-    """Read a file of settings, JSON or YAML; raises `ConfigError` where it can't be read."""
+def open_checkpoints(folder, create=False):
+    """Return Orbax and its manager of a run folder's checkpoints, which keeps the last two."""
+    import orbax.checkpoint as ocp
+
+    options = dict(max_to_keep=2, create=create, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(**options)
+    handler = ocp.StandardCheckpointHandler()
+    return ocp, ocp.CheckpointManager(folder / "checkpoint", options=options, item_handlers=handler)
+
+
+def plain_leaves(tree):
+    """Return the leaves of a tree by path, typed random keys as integers."""
+    leaves = named_leaves(tree)
+    for name, leaf in leaves.items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaves[name] = jax.random.key_data(leaf)
+    return leaves
+
+
+def write_config(folder, config, **run):
+    """Write config.json: every setting by name, after the entries that describe the run."""
+    settings = run | {name: plain_setting(name, value) for name, value in vars(config).items()}
+    stored = folder / "config.json"
+    if stored.exists() and stored.stat().st_size:  # a rescued run keeps its seed
+        settings = {"seed": read_file(stored).get("seed", 0)} | settings
+    fresh = folder / "config.json.new"  # a full disk must not cost the file that is there
+    fresh.write_text(json.dumps(settings, indent=2, default=str) + "\n")
+    fresh.replace(stored)
+
+
+def plain_setting(name, value):
+    """Return a setting as JSON holds it and `PPOConfig` takes it; for an object {"object": …}."""
+    if name in TRACED and value is not None:
+        return plain_number(value)
+    if name in ("env_params", "optimizer_kwargs"):
+        return dict(value)
+    is_widths = isinstance(value, tuple) and all(isinstance(width, int) for width in value)
+    if is_widths or isinstance(value, str | int | None):
+        return value
+    return {"object": str(value)}
+
+
+def plain_number(value):
+    """Return a number, a schedule, a pair or a sweep of these as JSON holds it."""
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(value) if np.ndim(leaf)]
+    if sizes:
+        swept = jax.tree.map(lambda leaf: np.broadcast_to(leaf, sizes[0]), value)
+        rows = []
+        for row in range(sizes[0]):
+            rows.append(plain_number(jax.tree.map(operator.itemgetter(row), swept)))
+        return rows
+    if isinstance(value, tuple):
+        return ",".join(str(plain_number(part)) for part in value)
+    if isinstance(value, Schedule):
+        return str(value)
+    if callable(value):
+        return {"object": str(value.func)}
+    return float(value)
+
+
+def objects_in(settings):
+    """Return the names of stored settings that stand for an object, which no file can hold."""
+    return [name for name, x in settings.items() if isinstance(x, dict) and "object" in x]
+
+
+def check_objects(source, settings):
+    """Refuse stored settings with an object that nobody gave."""
+    for name in objects_in(settings):
+        what = f"{settings[name]['object']}, which no file can hold"
+        call = f"load_agents(…, {name}=…)"
+        raise ConfigError(f"{name}: {source} was trained with {what}; give it to {call}")
+
+
+def load_population(run_dir, config=None):
+    """Load agents with a leading axis, also of one agent; objects are taken from a config."""
+    stored = read_file(pathlib.Path(run_dir, "config.json"))
+    known = vars(config) if config else {}
+    config, agents = load_agents(run_dir, **pick(known, objects_in(stored)))
+    if not agents.n_updates.ndim:
+        agents = jax.tree.map(lambda x: x[None], agents)
+    return config, agents
+
+
+def read_file(path):
+    """Read a file of settings, JSON or YAML; raises `ConfigError` where that fails."""
     import yaml
 
     try:
-        settings = yaml.safe_load(path.read_text())
+        settings = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config: {path} can't be read ({reason}); it must be JSON or YAML") from error
+        message = f"config: {path} can't be read as JSON or YAML ({one_line(error)})"
+        raise ConfigError(message) from error
     if not isinstance(settings, dict):
-        raise ConfigError(f"config: {path} holds {settings!r}; it must hold names with values, as in n_envs: 8")
+        refuse("config", settings, f"names with values in {path}, as in n_envs: 8")
     return settings
 
 
-# ======================================================================================================================
-# 7. Reporting
-# ======================================================================================================================
+# ==================================================================================================
+# 11. Reporting
+# ==================================================================================================
 
 
-def csv_rows(metrics: dict[str, np.ndarray], every: int = 1) -> list[list[Any]]:
-    """Return metrics (S, updates) as rows, one an update: each metric's mean over seeds, then each seed's return.
+def make_bar(config, n_updates, shown):
+    """Return a progress bar; in a log file, a line every ten seconds. shown: None in a notebook."""
+    import tqdm
 
-    every: only those rows whose steps it divides.
+    in_notebook = "ipykernel" in sys.modules
+    if shown is None:
+        shown = in_notebook
+    options = dict(unit=" steps", unit_scale=True, disable=not shown)
+    if not sys.stderr.isatty() and not in_notebook:
+        options |= dict(mininterval=10, bar_format="{l_bar}{n_fmt} of {total_fmt}{postfix}\n")
+    size = config.rollout_size
+    return tqdm.tqdm(total=config.n_updates * size, initial=n_updates * size, **options)
+
+
+class RunReport:
+    """A callback of `train_population` that writes a run's folder, then calls the user's."""
+
+    checkpoint_seconds = 60.0
+
+    def __init__(self, run_dir, config, options, loggers, callback=None):
+        self.run_dir, self.config, self.options = run_dir, config, options
+        self.loggers, self.callback = loggers, callback
+        self.interrupted = False
+        self.started = self.saved = time.perf_counter()
+        self.compiled = None  # when the first update was done
+
+    def __call__(self, timesteps, metrics, agents):
+        """Write a chunk's metrics, and sometimes the agents; returns whether the run is to end."""
+        if self.compiled is None:
+            self.compiled, self.first_steps = time.perf_counter(), timesteps
+        try:
+            if self.options.verbose > 1:
+                words = [f"{name} {known_mean(x[:, -1]):.4g}" for name, x in metrics.items()]
+                print(*words, sep="  ", flush=True)
+            self.write_metrics(metrics, "a")
+            if time.perf_counter() - self.saved > self.checkpoint_seconds:
+                self.save(agents)
+        except Exception as error:  # a full disk, for which Orbax has errors of its own
+            complain(f"{self.run_dir}: {error}; training goes on")
+        stop = self.callback and self.callback(timesteps, metrics, agents)
+        return bool(self.interrupted or stop)
+
+    def write_metrics(self, metrics, mode):
+        """Write rows of metrics.csv anew ("w"), or behind the others and to the loggers ("a")."""
+        every = self.config.rollout_size * self.options.log_interval
+        header, rows = metric_rows(metrics, every)
+        with open(self.run_dir / "metrics.csv", mode, newline="") as file:
+            writer = csv.writer(file)
+            if file.tell() == 0:
+                writer.writerow(header)
+            writer.writerows(rows)
+        if mode == "w":
+            return
+        for row in rows:
+            scalars = {name: x for name, x in zip(header[1:], row[1:]) if math.isfinite(x)}
+            for log in self.loggers:
+                log(row[0], scalars)
+
+    def save(self, agents):
+        """Save the agents, but not over a good checkpoint when all of them have diverged."""
+        self.saved = time.perf_counter()
+        if are_finite(agents).any() or not (self.run_dir / "checkpoint").exists():
+            save_agents(self.run_dir, self.config, agents, seed=self.options.seed)
+
+
+def metric_rows(metrics, every=1):
+    """Return a header and a row for each update: means over agents, then each agent's return.
+
+    metrics: (S, updates). every: only those rows whose steps it divides. More than 16 agents have
+    the least and the greatest return in place of a column each.
     """
-    means = [metrics["timesteps"][0], *(metrics[name].mean(axis=0) for name in METRICS if name != "timesteps")]
-    rows = zip(*(column.tolist() for column in [*means, *metrics["return"]]))
-    return [list(row) for row in rows if row[0] % every == 0]
+    columns = {name: known_mean(values, axis=0) for name, values in metrics.items()}
+    columns["timesteps"] = metrics["timesteps"][0]
+    returns = metrics["return"]
+    if len(returns) > 16:
+        returns = np.sort(returns, axis=0)  # NaN last
+        columns |= {"return_min": returns[0], "return_max": np.fmax.reduce(returns)}
+    else:
+        columns |= {f"return_seed_{i}": values for i, values in enumerate(returns)}
+    rows = zip(*(column.tolist() for column in columns.values()))
+    return list(columns), [row for row in rows if row[0] % every == 0]
 
 
-def csv_header(n_seeds: int) -> list[str]:
-    """Return the names of `csv_rows`' columns."""
-    return [*METRICS, *(f"return_seed_{i}" for i in range(n_seeds))]
+def known_mean(values, axis=None):
+    """Return the mean of the values that are not NaN; NaN where all are."""
+    known = ~np.isnan(values)
+    mean = np.where(known, values, 0.0).sum(axis) / np.maximum(known.sum(axis), 1)
+    return np.where(known.any(axis), mean, np.nan)
 
 
-def interquartile_mean(values: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Return the mean of the middle half; Agarwal et al., 2021, https://arxiv.org/abs/2108.13264, section 4.3."""
+def are_finite(agents):
+    """Return for each agent (S,) whether all of its weights are finite."""
+    leaves = jax.tree.leaves(jax.device_get(agents.params))
+    return np.all([np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves], axis=0)
+
+
+def interquartile_mean(values, axis=-1):
+    """Return the mean of the middle half: Agarwal et al., 2021, https://arxiv.org/abs/2108.13264"""
     import scipy.stats
 
     return scipy.stats.trim_mean(values, 0.25, axis=axis)
 
 
-def bootstrap_interval(values: np.ndarray, statistic: Callable) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 95 % percentile bootstrap interval of a statistic over axis 0, with 2,000 resamples."""
+def bootstrap_interval(values, statistic):
+    """Return the 95 % percentile bootstrap interval of a statistic over axis 0."""
     import scipy.stats
 
-    rng = np.random.default_rng(0)
-    result = scipy.stats.bootstrap(
-        (values,), statistic, axis=0, n_resamples=2000, batch=50, method="percentile", rng=rng
-    )
-    return result.confidence_interval.low, result.confidence_interval.high
+    options = dict(n_resamples=2000, batch=50, method="percentile", rng=np.random.default_rng(0))
+    return scipy.stats.bootstrap((values,), statistic, axis=0, **options).confidence_interval
 
 
-def summary_table(title: str, returns: np.ndarray) -> Any:
-    """Return a rich table of each seed's return (S,), their mean, interquartile mean and its bootstrap interval."""
-    from rich.table import Table
+def summary_table(title, returns, has_diverged):
+    """Return a table, in text, of each seed's return (S,) and statistics over the known ones."""
+    rows = []
+    for seed, value in enumerate(returns[:16]):
+        text = f"{value:.2f}"
+        if has_diverged[seed]:
+            text = "diverged"
+        elif np.isnan(value):
+            text = "no episode ended"
+        rows.append((f"seed {seed}", text))
+    if len(returns) > 16:
+        rows.append((f"{len(returns) - 16} more", ""))
+    known = returns[np.isfinite(returns) & ~has_diverged]
+    if len(known):
+        rows.append((f"mean of {len(known)}", f"{known.mean():.2f}"))
+        rows.append(("interquartile mean", f"{interquartile_mean(known):.2f}"))
+    if len(known) > 1:
+        low, high = bootstrap_interval(known, interquartile_mean)
+        rows.append(("95 % interval", f"{low:.2f} to {high:.2f}"))
+    width = max(len(text) for _, text in rows)
+    lines = [f"  {name:<20} {text:>{width}}" for name, text in rows]
+    return "\n".join([title, *lines])
 
-    table = Table("", "return", title=title, title_justify="left")
-    shown = 16
-    for seed, value in enumerate(returns[:shown]):
-        table.add_row(f"seed {seed}", "no episode ended" if np.isnan(value) else f"{value:.2f}")
-    if len(returns) > shown:
-        table.add_row(f"… {len(returns) - shown} more", "")
-    table.add_section()
-    table.add_row("mean", f"{returns.mean():.2f}")
-    table.add_row("interquartile mean", f"{interquartile_mean(returns):.2f}")
-    if len(returns) > 1 and np.isfinite(returns).all():
-        low, high = bootstrap_interval(returns, interquartile_mean)
-        table.add_row("  95 % interval", f"{low:.2f} to {high:.2f}")
-    return table
 
-
-def plot_learning_curve(path: pathlib.Path, title: str, metrics: dict[str, np.ndarray]) -> None:
-    """Draw the return against the steps done: every seed, their mean and its 95 % bootstrap interval."""
+def plot_learning_curve(path, config, metrics):
+    """Draw the return against the steps: every seed, their mean and its 95 % bootstrap interval."""
     from matplotlib.figure import Figure
 
-    points = np.unique(np.linspace(0, metrics["timesteps"].shape[1] - 1, 200).astype(int))
+    n_points = metrics["timesteps"].shape[1]
+    points = np.unique(np.linspace(0, n_points - 1, 200).astype(int))
     timesteps, returns = metrics["timesteps"][0, points], metrics["return"][:, points]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(timesteps, returns.T, color="C0", alpha=min(0.5, 8 / len(returns)), linewidth=0.8)
+    mean = known_mean(returns, axis=0)
+    axes.plot(timesteps, mean, color="C0", linewidth=2, label=f"mean of {len(returns)}")
     known = np.isfinite(returns).all(axis=0)  # from when every seed has finished an episode
-    axes.plot(
-        timesteps[known], returns[:, known].mean(axis=0), color="C0", linewidth=2, label=f"mean of {len(returns)}"
-    )
     if len(returns) > 1 and known.any():
         low, high = bootstrap_interval(returns[:, known], np.mean)
-        axes.fill_between(timesteps[known], low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-    axes.set(title=title, xlabel="environment steps", ylabel="return")
+        style = dict(color="C0", alpha=0.2, linewidth=0, label="95 % interval")
+        axes.fill_between(timesteps[known], low, high, **style)
+    steps = "environment steps"
+    if config.frame_skip > 1:
+        steps = f"steps of up to {config.frame_skip} frames"
+    axes.set(title=f"PPO on {env_name(config)}", xlabel=steps, ylabel="return")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)
     axes.legend(loc="best", frameon=False)
     figure.savefig(path, dpi=150)
 
 
-class TensorBoardLog:
-    """Scalars for TensorBoard, means over the seeds; raises `ConfigError` where tensorboardX isn't installed."""
-
-    def __init__(self, folder: pathlib.Path):
+def open_loggers(options, run_dir, stack):
+    """Return the options' loggers, functions of (timesteps, scalars); stack: closes their files."""
+    name = options.run_name or run_dir.name
+    loggers = []
+    if options.tensorboard_log:
+        tensorboardX = import_logger("tensorboardX", "tensorboard_log")
+        folder = os.path.join(options.tensorboard_log, name)
         try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError("tensorboard_log: needs a package; pip install tensorboardX") from error
-        self.writer = SummaryWriter(str(folder))
+            writer = stack.enter_context(tensorboardX.SummaryWriter(folder))
+        except OSError as error:
+            refuse("tensorboard_log", folder, f"a folder that can be written ({error.strerror})")
 
-    def write(self, timesteps: int, scalars: dict[str, float]) -> None:
-        """Add a point to each curve."""
-        for name, value in scalars.items():
-            self.writer.add_scalar(f"ppo/{name}", value, timesteps)
+        def log_to_tensorboard(timesteps, scalars):
+            for name, value in scalars.items():
+                writer.add_scalar(f"ppo/{name}", value, timesteps)
 
-    def close(self) -> None:
-        """Write what is still held back."""
-        self.writer.close()
-
-
-class WandbLog:
-    """The same for Weights & Biases, offline with WANDB_MODE=offline; raises `ConfigError` where it can't start."""
-
-    def __init__(self, project: str, name: str, folder: pathlib.Path):
+        loggers.append(log_to_tensorboard)
+    if options.wandb_project:
+        wandb = import_logger("wandb", "wandb_project")
+        settings = read_file(run_dir / "config.json")
+        about = dict(project=options.wandb_project, name=name, dir=str(run_dir), config=settings)
         try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("wandb_project: needs a package; pip install wandb") from error
-        settings = json.loads((folder / "config.json").read_text())
-        try:
-            self.run = wandb.init(project=project, name=name, dir=str(folder), config=settings)
+            run = wandb.init(**about)
         except Exception as error:  # no network, no key
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"wandb_project: {project!r} can't be reached ({reason}); WANDB_MODE=offline works"
-            ) from error
-
-    def write(self, timesteps: int, scalars: dict[str, float]) -> None:
-        """Add a point to each curve."""
-        self.run.log(scalars, step=timesteps)
-
-    def close(self) -> None:
-        """Write what is still held back."""
-        self.run.finish()
+            right = f"within reach ({error}), or WANDB_MODE=offline be set"
+            refuse("wandb_project", options.wandb_project, right)
+        stack.callback(run.finish)
+        loggers.append(lambda timesteps, scalars: run.log(scalars, step=timesteps))
+    return loggers
 
 
-class RunReport:
-    """What a training run shows on the terminal and writes to its folder while it runs; a callback of train_population.
-
-    `interrupted` is set by Ctrl-C and ends the run at the next chunk, with all that was learnt. A file that can't be
-    written is reported and doesn't end the run. `callback` is the user's, called after all that.
-    """
-
-    checkpoint_seconds = 60.0
-
-    def __init__(
-        self,
-        run_dir: pathlib.Path,
-        config: PPOConfig,
-        options: RunOptions,
-        console: Any,
-        callback: Callable | None = None,
-    ):
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self.run_dir, self.config, self.options, self.n_seeds = run_dir, config, options, options.n_seeds
-        self.callback = callback
-        self.total = config.n_updates * config.rollout_size
-        self.interrupted = False
-        self.started = self.saved = time.perf_counter()
-        self.start_seconds, self.first_steps = 0.0, 0  # until the first update is done, and the steps done then
-        self.logs: list[Any] = []
-        name = options.run_name or run_dir.name
-        if options.tensorboard_log:
-            self.logs.append(TensorBoardLog(pathlib.Path(options.tensorboard_log) / name))
-        if options.wandb_project:
-            self.logs.append(WandbLog(options.wandb_project, name, run_dir))
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn())
-        shown = options.verbose > 0 and options.progress_bar
-        self.progress = Progress(*columns, TextColumn("{task.fields[status]}"), console=console, disable=not shown)
-        self.task = self.progress.add_task("compiling", total=None, status="")
-
-    def __call__(self, timesteps: int, metrics: dict[str, np.ndarray], agents: Agent) -> bool:
-        now = time.perf_counter()
-        if not self.first_steps:
-            self.start_seconds, self.first_steps = now - self.started, timesteps
-        try:
-            self.show_progress(timesteps, metrics, now)
-            self.append_metrics(metrics)
-            if now - self.saved > self.checkpoint_seconds:
-                save_agents(self.run_dir, self.config, agents, seed=self.options.seed)
-                self.saved = time.perf_counter()
-        except Exception as error:  # a closed pipe, a full disk, for which Orbax has errors of its own
-            with contextlib.suppress(OSError):
-                print(f"ppo_jax: {self.run_dir}: {error}; training goes on", file=sys.stderr)
-        stop = self.callback(timesteps, metrics, agents) if self.callback else False
-        return bool(self.interrupted or stop)
-
-    def close(self) -> None:
-        """Close the loggers."""
-        for log in self.logs:
-            log.close()
-
-    def interrupt(self, *_: Any) -> None:
-        """Handle a signal: end the run at the next chunk, or the process where nothing has been learnt."""
-        self.interrupted = True
-        if not self.first_steps:
-            self.progress.stop()
-            shutil.rmtree(self.run_dir)
-            print("ppo_jax: interrupted before the first update; nothing to save", file=sys.stderr, flush=True)
-            os._exit(130)  # an exception from here could be lost in whatever JAX is doing, and the run go on
-
-    def show_progress(self, timesteps: int, metrics: dict[str, np.ndarray], now: float) -> None:
-        """Redraw the progress bar."""
-        speed = self.steps_per_second(timesteps, now)
-        if self.options.verbose > 1:
-            means = "  ".join(f"{name} {metrics[name][:, -1].mean():.4g}" for name in METRICS)
-            self.progress.console.print(means, soft_wrap=True)
-        status = f"{timesteps:,} steps  {speed:,.0f}/s  return {metrics['return'][:, -1].mean():.1f}"
-        if speed:
-            minutes, seconds = divmod(round((self.total - timesteps) * self.n_seeds / speed), 60)
-            status += f"  left {minutes}:{seconds:02}"
-        self.progress.update(self.task, description="training", total=self.total, completed=timesteps, status=status)
-
-    def steps_per_second(self, timesteps: int, now: float) -> float:
-        """Return the steps of all seeds together a second, compilation and the update that it ran with left out."""
-        seconds = now - self.started - self.start_seconds
-        return (timesteps - self.first_steps) * self.n_seeds / seconds if timesteps > self.first_steps else 0.0
-
-    def append_metrics(self, metrics: dict[str, np.ndarray]) -> None:
-        """Add a chunk's rows to metrics.csv and to the loggers."""
-        rows = csv_rows(metrics, self.config.rollout_size * self.options.log_interval)
-        with open(self.run_dir / "metrics.csv", "a", newline="") as file:
-            writer = csv.writer(file)
-            if file.tell() == 0:
-                writer.writerow(csv_header(self.n_seeds))
-            writer.writerows(rows)
-        for row in rows:
-            known = {name: value for name, value in zip(METRICS[1:], row[1:]) if math.isfinite(value)}
-            for log in self.logs:
-                log.write(row[0], known)
+def import_logger(package, setting):
+    """Import a package; raises `ConfigError` with the command that installs it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"{setting}: needs a package; pip install {package}") from error
 
 
-# ======================================================================================================================
-# 8. Command line
-# ======================================================================================================================
+# ==================================================================================================
+# 12. Command line
+# ==================================================================================================
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class RunOptions:
-    """What the command line decides besides a PPOConfig; raises `ConfigError` for a value that can't work."""
+    """What the command line decides besides a PPOConfig."""
 
-    seed: int = setting(0, "Key of the run.", "run", "whole")
-    n_seeds: int = setting(4, "Agents to train side by side, each from a key of its own.", "run", "size")
-    run_dir: str | None = setting(None, "New folder for the results; None: one under runs/, by run_name.", "run")
-    run_name: str | None = setting(None, "Name of the run in all logs; None: environment and time.", "run")
-    config: str | None = setting(None, "A file of settings, YAML or JSON; flags beat it.", "run")
-    resume: str | None = setting(None, "Go on with the agents of this run folder, to total_timesteps.", "run")
-    reset_num_timesteps: bool = setting(False, "With --resume: count steps and schedules from 0.", "run", "switch")
-    eval: str | None = setting(None, "Play the agents of this run folder instead of training.", "run")
-    n_episodes: int = setting(100, "Episodes that each agent plays with --eval.", "run", "size")
-    verbose: int = setting(1, "0: nothing but errors, 1: progress and results, 2: all metrics.", "run", "whole")
-    progress_bar: bool = setting(True, "Show progress while training.", "run", "switch")
-    log_interval: int = setting(1, "Updates from one row of the logs to the next.", "run", "size")
-    tensorboard_log: str | None = setting(None, "Folder of TensorBoard's logs; needs tensorboardX.", "run")
-    wandb_project: str | None = setting(None, "Project in Weights & Biases; needs wandb.", "run")
-    device: str = setting("auto", "Kind of device: auto, cpu, gpu or tpu.", "run")
-    compilation_cache: bool = setting(True, "Keep compiled programs in the user's cache folder.", "run", "switch")
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if field.metadata["rule"] in COUNT_RULES:
-                object.__setattr__(self, field.name, read_count(getattr(self, field.name)))
-        check_fields(self)
-        for name, known in (("verbose", [0, 1, 2]), ("device", ["auto", "cpu", "gpu", "tpu"])):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}: {getattr(self, name)!r} is unknown; it must be one of {known}")
-
-
-def parse_arguments(argv: list[str]) -> tuple[PPOConfig, RunOptions]:
-    """Turn command-line arguments into a config and run options; raises `ConfigError`, or exits after --help."""
-    import tyro
-
-    # A file, the run to go on with and the environment decide the other defaults, so they are looked at first.
-    settings = {}
-    for name in ("resume", "config"):
-        if given := given_value(argv, name):
-            settings |= read_settings(pathlib.Path(given) / "config.json" if name == "resume" else pathlib.Path(given))
-    known = [field.name for owner in (RunOptions, PPOConfig) for field in dataclasses.fields(owner)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"config: {name} is no setting{closest(name, known)}")
-    run = {field.name: settings.pop(field.name) for field in dataclasses.fields(RunOptions) if field.name in settings}
-    settings["env"] = given_value(argv, "env") or settings.get("env", "CartPole-v1")
-    options, config = RunOptions(**run), PPOConfig(**settings)
-    defaults = vars(options) | vars(config)
-
-    groups: dict[str, list] = {}
-    for owner in (RunOptions, PPOConfig):
-        hints = typing.get_type_hints(owner) | (
-            {"env": str, "policy": str, "optimizer": str} if owner is PPOConfig else {}
-        )
-        for field in dataclasses.fields(owner):
-            hint, default = hints[field.name], defaults[field.name]
-            if field.metadata["group"] == "python" or (np.ndim(default) and not isinstance(default, tuple)):
-                continue
-            if field.metadata["rule"] in TRACED_RULES + COUNT_RULES:
-                hint |= str  # a schedule, or 1e6
-                default = default if isinstance(default, int | float | None) else plain_setting(default)
-            if field.metadata["rule"] == "arguments":
-                hint, default = tuple[str, ...], tuple(f"{key}={value}" for key, value in default)
-            annotated = typing.Annotated[hint, tyro.conf.arg(help=field.metadata["help"])]
-            groups.setdefault(field.metadata["group"], []).append(
-                (field.name, annotated, dataclasses.field(default=default))
-            )
-    grouped = [(group, dataclasses.make_dataclass(group, fields)) for group, fields in groups.items()]
-    arguments = dataclasses.make_dataclass(
-        "Arguments", [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in grouped]
+    seed: int = static(0, "seed", "Random seed of the run.")
+    n_seeds: int = static(4, "size", "Agents to train side by side, each with its own random key.")
+    run_dir: str | None = static(
+        None, "text", "Folder for results, new or empty; None: runs/ and the run's name."
     )
-    shown = io.StringIO()
+    run_name: str | None = static(None, "text", "Run's name; None: environment and time.")
+    config: str | None = static(None, "text", "File of settings, YAML or JSON; flags win over it.")
+    resume: str | None = static(
+        None, "text", "Folder of a run to continue, up to total_timesteps in all."
+    )
+    reset_num_timesteps: bool = static(
+        False, "switch", "With --resume: count steps from 0, reset environments."
+    )
+    eval: str | None = static(None, "text", "Folder of a run: play its agents, train nothing.")
+    n_episodes: int = static(100, "size", "With --eval: episodes that each agent plays.")
+    max_steps: int = static(
+        100_000, "size", "With --eval: leave out an episode not over after so many steps."
+    )
+    verbose: int = static(
+        1, "verbose", "0: errors only; 1: also progress and results; 2: also metrics."
+    )
+    progress_bar: bool = static(True, "switch", "Show progress while training.")
+    log_interval: int = static(1, "size", "Write a row of metrics every so many updates.")
+    tensorboard_log: str | None = static(
+        None, "text", "Folder for TensorBoard's logs; needs tensorboardX."
+    )
+    wandb_project: str | None = static(None, "text", "Project in Weights & Biases; needs wandb.")
+    device: str = static("auto", "device", "Device to run on: auto, cpu, gpu or tpu.")
+    compilation_cache: bool = static(True, "switch", "Keep compiled programs for the next run.")
+
+    def __init__(self, **given):
+        read_settings(self, given, {})
+
+
+GROUPS = {  # of flags, by the first one of each
+    "seed": "run options",
+    "env": "environment options",
+    "batch_size": "optimisation options",
+    "gamma": "objective options",
+    "policy": "network options",
+}
+
+
+def make_parser(defaults):
+    """Return a parser with a flag for each setting. defaults: values to show in --help."""
+    about = "Train agents with Proximal Policy Optimization, or play trained ones with --eval."
+    more = (
+        "Defaults are those of the environment that --env names. learning_rate, max_grad_norm and"
+        " the numbers of the objective may follow a schedule: linear_3e-4 falls from 3e-4 to 0"
+        " over the run, cosine_3e-4_0.1 falls to a tenth of it."
+    )
+    options = dict(usage="python ppo_jax.py [--flag value] …", add_help=False)
+    options |= dict(allow_abbrev=False, exit_on_error=False)
+    parser = argparse.ArgumentParser(description=about, epilog=more, **options)
+    parser._negative_number_matcher = re.compile(r"-[\d.]")  # -1e-3 too, as in Python 3.14
+    group = parser
+    for name, field in flag_fields().items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
+        default = defaults.get(name)
+        if isinstance(default, tuple):
+            default = re.sub(r"[(),']", "", str(default)) or "none"
+        help = f"{field.metadata['help']} (default: {default})"
+        options = dict(help=help, default=argparse.SUPPRESS)
+        kind = field.metadata["kind"]
+        if kind == "switch":
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= dict(metavar="X", nargs={"sizes": "*", "arguments": "*"}.get(kind))
+        group.add_argument(f"--{name.replace('_', '-')}", **options)
+    parser.add_argument("-h", "--help", action="store_true", help="Show this help and exit.")
+    return parser
+
+
+def flag_fields():
+    """Return the settings that have a flag, by name: all but functions."""
+    fields = fields_of(RunOptions) | fields_of(PPOConfig)
+    return {name: field for name, field in fields.items() if field.metadata["kind"] != "function"}
+
+
+def parse_arguments(argv):
+    """Turn command-line arguments into a config and run options; --help shows these and exits."""
     try:
-        with contextlib.redirect_stderr(shown):
-            parsed = tyro.cli(
-                arguments,
-                args=argv,
-                prog="ppo_jax.py",
-                description="Train agents with proximal policy optimization, or play trained ones with --eval.",
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        # The first line of tyro's box is its title; behind the message comes what --help shows too.
-        lines = [line.strip(" │╭╮╰╯─") for line in shown.getvalue().splitlines()]
-        message = re.split("Argument helptext|For full helptext", " ".join(line for line in lines[1:] if line))[0]
-        raise ConfigError(message.strip()) from None
-    values = {name: value for group, _ in grouped for name, value in vars(getattr(parsed, group)).items()}
-    options = RunOptions(**{field.name: values.pop(field.name) for field in dataclasses.fields(RunOptions)})
-    return PPOConfig(**settings | values), options
+        argv = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), x) for x in argv]
+        given, others = make_parser({}).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    for word in others:
+        near = closest(word.strip("-").replace("-", "_"), flag_fields())
+        near = re.sub("( mean| or) ", r"\1 --", near).replace("_", "-")
+        raise ConfigError(f"{word}: no such flag{near}")
+    given = vars(given)
+    show_help = given.pop("help")
+    settings = {}
+    if "resume" in given:
+        settings |= read_file(pathlib.Path(given["resume"], "config.json"))
+    if "config" in given:
+        settings |= read_file(given["config"])
+    of_run, of_agent = fields_of(RunOptions), fields_of(PPOConfig)
+    for name in settings:
+        if name not in of_run | of_agent:
+            raise ConfigError(f"config: {name} is no setting{closest(name, flag_fields())}")
+    settings |= given
+    if settings.get("n_seeds", 1) is None:  # of a single agent that was saved from Python
+        settings["n_seeds"] = 1
+    check_objects("the run", settings)
+    options = RunOptions(**pick(settings, of_run))
+    config = PPOConfig(**pick(settings, of_agent))
+    if show_help:
+        make_parser(vars(options) | vars(config)).print_help()
+        raise SystemExit(0)
+    return config, options
 
 
-def given_value(argv: list[str], name: str) -> str | None:
-    """Return what follows a flag among the arguments, the last one of it."""
-    flags = (f"--{name}", f"--{name.replace('_', '-')}")
-    given = [arg.split("=", 1)[1] for arg in argv if arg.startswith(tuple(f"{flag}=" for flag in flags))]
-    given += [after for arg, after in itertools.pairwise(argv) if arg in flags]
-    return given[-1] if given else None
-
-
-def new_run_dir(options: RunOptions, config: PPOConfig) -> pathlib.Path:
-    """Create the run's folder; raises `ConfigError` where it can't be written or has something in it."""
-    name = options.run_name or f"{config.env_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = pathlib.Path(options.run_dir or f"runs/{name}")
+def new_run_dir(options, config):
+    """Create the run's folder, new or empty and for this run alone, with its config.json."""
+    name = options.run_name or f"{env_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = wanted = pathlib.Path(options.run_dir or f"runs/{name}")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if any(run_dir.iterdir()):
-            raise ConfigError(f"run_dir: {str(run_dir)!r} has something in it; it must be a new or an empty folder")
+        for number in itertools.count(2):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # where another process was faster
+                if not any(run_dir.iterdir()):
+                    (run_dir / "config.json").touch(exist_ok=False)
+                    break
+            if options.run_dir or options.run_name:
+                refuse("run_dir", str(run_dir), "new or empty: there is something in it")
+            run_dir = wanted.with_name(f"{wanted.name}-{number}")
         write_config(run_dir, config, seed=options.seed, n_seeds=options.n_seeds)
     except OSError as error:
-        raise ConfigError(
-            f"run_dir: {str(run_dir)!r} can't be written ({error.strerror}); it must be a folder of yours"
-        ) from error
+        right = f"a folder of yours; it can't be written ({error.strerror})"
+        refuse("run_dir", str(run_dir), right)
     return run_dir
 
 
-def save_run(run_dir: pathlib.Path, config: PPOConfig, options: RunOptions, agents: Agent, metrics: dict) -> None:
-    """Write all that a finished run leaves, what took longest to learn first."""
-    save_agents(run_dir, config, agents, seed=options.seed)
-    with open(run_dir / "metrics.csv", "w", newline="") as file:
-        rows = csv_rows(metrics, config.rollout_size * options.log_interval)
-        csv.writer(file).writerows([csv_header(options.n_seeds), *rows])
-    plot_learning_curve(run_dir / "learning_curve.png", f"PPO on {config.env_name}", metrics)
+def env_name(config):
+    """Return a config's environment by name, fit for a folder."""
+    name = config.env if isinstance(config.env, str) else type(config.env).__name__
+    return re.sub(r"[^\w.-]", "-", name)
 
 
-def save_or_rescue(run_dir: pathlib.Path, *results: Any) -> pathlib.Path:
-    """Save a run in its folder or, where that fails, in a temporary one; returns the folder that has it all."""
-    try:
-        save_run(run_dir, *results)
-    except Exception as error:
-        rescue = pathlib.Path(tempfile.mkdtemp(prefix="ppo_jax-"))
-        save_run(rescue, *results)
-        print(f"ppo_jax: error: {run_dir} can't be written ({error}); everything is in {rescue}", file=sys.stderr)
-        return rescue
-    return run_dir
-
-
-def run_training(config: PPOConfig, options: RunOptions, callback: Callable | None = None) -> int:
-    """Train, show progress and leave a run folder; returns the exit code.
-
-    callback: as `train_population` takes it. What it raises comes through, once what was learnt is saved.
-    """
-    from rich.console import Console
-
+def run_training(config, options, callback=None):
+    """Train, show progress and leave a run folder; returns the exit code."""
     make_env(config)
     start = jax.random.split(jax.random.key(options.seed), options.n_seeds)
-    if options.resume:
-        _, start = load_agents(options.resume, config)
-        if len(start.key) != options.n_seeds:
-            raise ConfigError(
-                f"n_seeds: {options.n_seeds}, and {options.resume} has {len(start.key)} agents to go on with"
-            )
-        if not options.reset_num_timesteps:
-            check_unfinished(config, start)
+    reset = options.reset_num_timesteps
+    if options.resume is not None:
+        _, start = load_population(options.resume, config)
+        n_agents = len(start.n_updates)
+        if n_agents != options.n_seeds:
+            refuse("n_seeds", options.n_seeds, f"{n_agents}, the agents in {options.resume}")
+        check_resumable(config, start, reset)
     run_dir = new_run_dir(options, config)
-    console = Console(quiet=options.verbose == 0)
-    console.on_broken_pipe = lambda: setattr(console, "quiet", True)  # rich's own would exit, with what was learnt
-    handlers, report = {}, None
+    shown = options.verbose > 0 and options.progress_bar
+    more = dict(run_dir=run_dir, reset_num_timesteps=reset, progress_bar=shown)
+    with contextlib.ExitStack() as stack:
+        try:
+            loggers = open_loggers(options, run_dir, stack)
+            report = RunReport(run_dir, config, options, loggers, callback)
+            catch_signals(report, stack)
+            agents, metrics = train_population(config, start, report, **more)
+        except (KeyboardInterrupt, ConfigError):
+            if not (run_dir / "checkpoint").exists():  # nothing was learnt
+                (run_dir / "config.json").unlink()
+                with contextlib.suppress(OSError):  # a logger's files stay
+                    run_dir.rmdir()
+            raise
+        return finish_run(report, agents, metrics)
+
+
+def catch_signals(report, stack):
+    """End the run at the next chunk on Ctrl-C or SIGTERM; at once while nothing is learnt yet."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # which alone gets signals
+
+    def interrupt(number, frame):
+        report.interrupted = True
+        signal.signal(number, signal.SIG_DFL)
+        if report.compiled is None:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        stack.callback(signal.signal, number, signal.signal(number, interrupt))
+
+
+def finish_run(report, agents, metrics):
+    """Write and print what a run leaves; returns the exit code."""
+    config, options, run_dir = report.config, report.options, report.run_dir
+    seconds = time.perf_counter() - report.compiled
+    steps = (int(metrics["timesteps"][0, -1]) - report.first_steps) * options.n_seeds
+    has_diverged = ~are_finite(agents)
+    code = 0
+    if report.interrupted:
+        code = 130
     try:
-        report = RunReport(run_dir, config, options, console, callback)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handlers[number] = signal.signal(number, report.interrupt)
-        with report.progress:
-            agents, metrics = train_population(
-                config, start, report, run_dir=run_dir, reset_num_timesteps=options.reset_num_timesteps
-            )
-        end = time.perf_counter()
-        kept_in = save_or_rescue(run_dir, config, options, agents, metrics)
-    except (KeyboardInterrupt, ConfigError):  # before the handler is in place, or of a logger: nothing is learnt
-        if not (run_dir / "checkpoint").exists():
-            shutil.rmtree(run_dir)
-        raise
-    finally:
-        if report:
-            report.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    title = f"{config.env_name}, last {config.stats_window_size} episodes of training"
-    console.print(summary_table(title, metrics["return"][:, -1]))
-    console.print(
-        f"compile {report.start_seconds:.1f} s   run {end - report.started - report.start_seconds:.1f} s   "
-        f"{report.steps_per_second(int(metrics['timesteps'][0, -1]), end):,.0f} steps/s"
-    )
-    console.print(f"results in {kept_in}; play them with: python ppo_jax.py --eval {kept_in}", soft_wrap=True)
-    return 130 if report.interrupted else int(kept_in != run_dir)
+        report.save(agents)
+        report.write_metrics(metrics, "w")
+        plot_learning_curve(run_dir / "learning_curve.png", config, metrics)
+    except Exception as error:
+        complain(f"error: {run_dir} can't be written ({error}); its last checkpoint is whole")
+        code = 1
+    if has_diverged.all():
+        complain("error: all agents diverged: a reward, an observation or a loss was not finite")
+        code = 3
+    if options.verbose:
+        title = f"{env_name(config)}, last {config.stats_window_size} episodes of training"
+        print(summary_table(title, metrics["return"][:, -1], has_diverged))
+        compile_seconds = report.compiled - report.started
+        speed = f"{steps / seconds:,.0f} steps/s"
+        if config.frame_skip > 1:
+            speed += f" of up to {config.frame_skip} frames each"
+        print(f"compile {compile_seconds:.1f} s   run {seconds:.1f} s   {speed}")
+        try:
+            check_objects(run_dir, read_file(run_dir / "config.json"))
+            print(f"results in {run_dir}; play them with: python ppo_jax.py --eval {run_dir}")
+        except ConfigError as error:
+            print(f"results in {run_dir}; {error}")
+    return code
 
 
-def _evaluate_one(config: PPOConfig, agent_and_key: tuple[Agent, jax.Array], n_episodes: int) -> jax.Array:
-    return evaluate(config, *agent_and_key, n_episodes)
-
-
-def run_evaluation(options: RunOptions) -> int:
+def run_evaluation(options):
     """Play the agents of a run folder and print their returns; returns the exit code."""
-    from rich.console import Console
-
-    run_dir = pathlib.Path(options.eval)
-    config, agents = load_agents(run_dir)
-    keys = jax.random.split(jax.random.key(options.seed), len(agents.key))
-    play = functools.partial(_evaluate_one, n_episodes=options.n_episodes)
-    returns = jax.jit(functools.partial(spread, play))(config, (agents, keys))
-    title = f"{config.env_name}, mean of {options.n_episodes} episodes with the most probable actions"
-    Console().print(summary_table(title, np.asarray(returns).mean(axis=1)))
+    config, agents = load_population(options.eval)
+    limits = dict(n_episodes=options.n_episodes, max_steps=options.max_steps)
+    play = on_every_device(evaluate, **limits)  # all agents the same episodes
+    returns = np.asarray(play(config, agents, jax.random.key(options.seed)))
+    title = f"{env_name(config)}, mean of {options.n_episodes} episodes, most probable actions"
+    print(summary_table(title, known_mean(returns, axis=1), ~are_finite(agents)))
+    n_unknown = np.isnan(returns).sum()
+    if n_unknown:
+        print(f"{n_unknown} episodes did not end within {options.max_steps:,} steps (--max-steps)")
     return 0
 
 
-def choose_device(kind: str) -> None:
-    """Make the devices of a kind those that JAX uses; raises `ConfigError` where there is none."""
+class QuietStream:
+    """A stream of text that may be closed: what nobody reads is dropped, and nothing fails."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def isatty(self):
+        """Tell whether the stream is a terminal."""
+        return self.stream is not None and self.stream.isatty()
+
+    def write(self, text):
+        """Write a text."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self.stream.write(text)
+
+    def flush(self):
+        """Write what is held back."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self.stream.flush()
+
+
+def complain(message):
+    """Print one line on the standard error."""
+    print(f"ppo_jax: {one_line(message)}", file=sys.stderr, flush=True)
+
+
+def choose_device(kind):
+    """Make JAX use a kind of device; raises `ConfigError` where there is none."""
     try:
         jax.config.update("jax_default_device", jax.local_devices(backend=kind)[0])
     except RuntimeError:
-        found = sorted({device.platform for device in jax.local_devices()})
-        raise ConfigError(f"device: {kind!r} isn't here; it must be auto or {found}") from None
+        refuse("device", kind, f"auto or {jax.default_backend()} on this machine")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 for a failure, 2 for a user's mistake, 130 for Ctrl-C."""
+def main(argv=None):
+    """Run the command line; returns the exit code.
+
+    0, 1: results could not be written, 2: a user's mistake, 3: all agents diverged, 130: Ctrl-C.
+    """
+    with contextlib.suppress(RuntimeError):  # JAX has started, with the devices that it has
+        use_every_core()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # for terminals that know ASCII alone
+    out, err = QuietStream(sys.stdout), QuietStream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            return run_command(sys.argv[1:] if argv is None else argv)
+        finally:
+            out.flush()
+
+
+def run_command(argv):
+    """Train or play, as the arguments say; returns the exit code of `main`."""
     try:
-        config, options = parse_arguments(sys.argv[1:] if argv is None else argv)
+        config, options = parse_arguments(argv)
         if options.device != "auto":
             choose_device(options.device)
-        if options.compilation_cache:
-            cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
-            jax.config.update("jax_compilation_cache_dir", str(cache / "ppo_jax"))
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if options.compilation_cache and not cache.startswith("~"):  # without a home
+            jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "ppo_jax"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        return run_evaluation(options) if options.eval else run_training(config, options)
+        if options.eval is not None:
+            return run_evaluation(options)
+        return run_training(config, options)
     except ConfigError as error:
-        print(f"ppo_jax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print("ppo_jax: interrupted", file=sys.stderr)
+        complain("interrupted")
         return 130
-    except BrokenPipeError:  # of --help into a pager that has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as stop:  # of --help
+        code = stop.code
+    os._exit(code)  # at once, or the threads of a damaged checkpoint would have their say

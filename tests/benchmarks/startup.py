@@ -1,7 +1,7 @@
-"""Seconds from the command line to the first update: import, trace, compile, run, with a cold and a warm cache of JAX.
+"""Seconds from the command line to the first update, with a cold and a warm cache of JAX.
 
-The phases are those of the command line itself, called in a process of its own for a run of one update. JAX reports how
-long each trace, lowering and compilation took; overlapping ones count once.
+The phases are those of the command line itself, called in a process of its own for a run of one
+update. JAX reports how long each trace, lowering and compilation took; overlapping ones count once.
 """
 
 import argparse
@@ -39,10 +39,17 @@ def worker(arguments):
     sys.path.insert(0, str(ROOT))
     import ppo_jax
 
-    imported = time.perf_counter()
+    spans, first = {name: [] for name in ("import", *EVENTS.values())}, []
+    spans["import"].append((start, time.perf_counter()))
     import jax
 
-    spans, first = {name: [] for name in EVENTS.values()}, []
+    import_gymnax = ppo_jax.import_gymnax
+
+    def timed_import():  # of gymnax: the first PPOConfig imports it
+        begin = time.perf_counter()
+        module = import_gymnax()
+        spans["import"].append((begin, time.perf_counter()))
+        return module
 
     def listen(event, duration, **_):
         if event in EVENTS and not first:
@@ -54,30 +61,32 @@ def worker(arguments):
             first.append(time.perf_counter())
             return super().__call__(*values)
 
-    ppo_jax.RunReport = Report
+    ppo_jax.RunReport, ppo_jax.import_gymnax = Report, timed_import
     jax.monitoring.register_event_duration_secs_listener(listen)
     code = ppo_jax.main(arguments)
     if code or not first:
         sys.exit(f"error: the command line ended with code {code}")
     phases = {name: union(times) for name, times in spans.items()}
-    return {"import": imported - start, **phases, "first update": first[0] - start}
+    return {**phases, "first update": first[0] - start}
 
 
 def spawn(args, folder, number):
     """One process of the command line, with its cache in the folder."""
     arguments = ["--env", args.env, "--n-seeds", str(args.seeds), "--total-timesteps", "1"]
     arguments += ["--run-dir", str(folder / f"run-{number}")]
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"XDG_CACHE_HOME": str(folder)}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environ["XDG_CACHE_HOME"] = str(folder)
     start = time.perf_counter()
     command = [sys.executable, __file__, "--worker", *arguments]
     done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {(done.stderr.strip() or 'the command line failed').splitlines()[-1]}")
-    return json.loads(done.stdout.strip().splitlines()[-1]) | {"process": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"process": seconds}
 
 
 def main():
-    """Start the command line with an empty cache and again with the one it left; print the medians of the repeats."""
+    """Start the command line with an empty cache, then with the one it left; print medians."""
     if sys.argv[1:2] == ["--worker"]:
         print("\n" + json.dumps(worker(sys.argv[2:])))
         return
@@ -93,7 +102,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             for number, cache in enumerate(runs):
                 runs[cache].append(spawn(args, Path(folder), number))
-    print(f"{args.env}, {args.seeds} seeds, seconds\n{'cache':<6}" + "".join(f"{name:>14}" for name in COLUMNS))
+    print(f"{args.env}, {args.seeds} seeds, seconds")
+    print(f"{'cache':<6}" + "".join(f"{name:>14}" for name in COLUMNS))
     for cache, results in runs.items():
         medians = (statistics.median(result[name] for result in results) for name in COLUMNS)
         print(f"{cache:<6}" + "".join(f"{value:>14.2f}" for value in medians))

@@ -1,7 +1,8 @@
-"""Environment steps per second of ppo_jax against PureJaxRL, Stable-Baselines3 and SBX.
+"""Environment steps per second of ppo_jax against PureJaxRL, Stable-Baselines3, SBX or its past.
 
-Each measurement is a process of its own. The processes of two systems alternate, and what counts is the median and the
-range of the ratios within the pairs: absolute times are those of one machine on one day. README.md here says more.
+Each measurement is a process of its own. The processes of two systems alternate, and what counts is
+the median and the range of the ratios within the pairs: absolute times are those of one machine on
+one day. README.md here says more.
 """
 
 import argparse
@@ -23,7 +24,8 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]  # for the sake of `profile`
+HERE = str(Path(__file__).resolve().parent)
+sys.path[:] = [path for path in sys.path if path != HERE]  # for the sake of Python's `profile`
 N_STEPS, N_EPOCHS, N_MINIBATCHES = 128, 4, 4
 LEARNING_RATE, GAMMA, GAE_LAMBDA, CLIP, ENT_COEF, MAX_GRAD_NORM = 2.5e-4, 0.99, 0.95, 0.2, 0.01, 0.5
 
@@ -37,6 +39,8 @@ class Case:
     policy: str
     net_arch: tuple
     steps: int
+    rnn_hidden_size: int = 64
+    sub_traj_len: int = 16
 
     @property
     def rollout(self):
@@ -51,29 +55,38 @@ CASES = {
     "breakout-mlp-64": Case("Breakout-MinAtar", 64, "mlp", (64, 64), 160_000),
     "breakout-cnn-64": Case("Breakout-MinAtar", 64, "cnn", (), 16_384),
     "pendulum-64": Case("Pendulum-v1", 64, "mlp", (64, 64), 400_000),
+    "cartpole-gru-64": Case("CartPole-v1", 64, "gru", (), 65_536, rnn_hidden_size=128),
 }
 PEERS = ("purejaxrl", "sb3", "sbx")
-PACKAGES = {"sb3": ["stable-baselines3"], "sbx": ["sbx-rl"]}  # each gets a virtual environment of its own
+VERSIONS = ("ours", "before")  # of ppo_jax: this checkout's and that of --before
+# Each of these gets a virtual environment of its own, and runs one seed at a time.
+PACKAGES = {"sb3": ["stable-baselines3"], "sbx": ["sbx-rl"]}
 SLOWER = {"sb3": 8, "sbx": 8}  # these take fewer steps: their rate needs no more
 
 
 def updates_of(case, n_seeds, slower=1):
-    """Number of updates with which the seeds together take about the case's steps, but at least one."""
+    """Number of updates in which the seeds together take about the case's steps; at least one."""
     return max(1, case.steps // (case.rollout * n_seeds * slower))
 
 
-# ---------------------------------------------------------------------------------------------------- this project
+# ------------------------------------------------------------------------------------- this project
+
+
+def import_ours(folder=ROOT):
+    """The folder's `ppo_jax`, or the one that this process has imported already."""
+    if "ppo_jax" not in sys.modules:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module("ppo_jax")
 
 
 def our_config(case, updates):
     """The benchmark's PPOConfig: what it doesn't name has no part in it."""
-    sys.path.insert(0, str(ROOT))
-    from ppo_jax import PPOConfig
-
-    return PPOConfig(
+    return import_ours().PPOConfig(
         env=case.env,
         policy=case.policy,
         net_arch=case.net_arch,
+        rnn_hidden_size=case.rnn_hidden_size,
+        sub_traj_len=case.sub_traj_len,
         activation="tanh",
         n_envs=case.n_envs,
         n_steps=N_STEPS,
@@ -92,20 +105,34 @@ def our_config(case, updates):
     )
 
 
-def compile_ours(case, n_seeds, updates):
-    """A function that trains once and waits, and the seconds its compilation took (None: only the first call tells)."""
-    sys.path.insert(0, str(ROOT))
+def compile_ours(folder, case, n_seeds, updates):
+    """A function that trains once and waits, and the seconds that its compilation took.
+
+    The seconds are None where only the first call tells.
+    """
     import jax
 
-    import ppo_jax  # which makes a device of every core, as JAX hasn't started
-
+    ppo_jax = import_ours(folder)  # older versions make a device of every core as they are imported
+    use_every_core = getattr(ppo_jax, "use_every_core", None)
+    if use_every_core:
+        use_every_core()  # while JAX hasn't started
     config = our_config(case, updates)
     keys = jax.random.split(jax.random.key(0), n_seeds)
     return lambda: jax.block_until_ready(ppo_jax.train_population(config, keys)), None
 
 
+def temporary_bytes(case, updates):
+    """Temporary device memory of one agent's compiled update, by XLA's own account."""
+    import jax
+
+    ppo_jax, config = import_ours(), our_config(case, updates)
+    agent = jax.eval_shape(ppo_jax.init_agent, config, jax.random.key(0))
+    compiled = jax.jit(ppo_jax.update).lower(config, agent).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def compile_jitted(function, *arguments):
-    """The compiled function bound to its arguments, and the seconds that tracing and compiling took."""
+    """The compiled function bound to its arguments, and the seconds of tracing and compiling."""
     import jax
 
     start = time.perf_counter()
@@ -114,11 +141,11 @@ def compile_jitted(function, *arguments):
     return lambda: jax.block_until_ready(compiled(*arguments)), seconds
 
 
-# ------------------------------------------------------------------------------------------------------- PureJaxRL
+# ---------------------------------------------------------------------------------------- PureJaxRL
 
 
 def compile_purejaxrl(checkout, case, n_seeds, updates):
-    """Like compile_ours, for PureJaxRL's `ppo.py` or, with continuous actions, `ppo_continuous_action.py`."""
+    """As compile_ours, for PureJaxRL's `ppo.py` or, for a Gaussian, `ppo_continuous_action.py`."""
     import jax
 
     train, key = purejaxrl_train(checkout, case, updates), jax.random.key(0)
@@ -129,7 +156,8 @@ def compile_purejaxrl(checkout, case, n_seeds, updates):
 
 def purejaxrl_train(checkout, case, updates):
     """PureJaxRL's `train(key)` with this benchmark's environment, network and hyperparameters."""
-    module = import_purejaxrl(checkout, "ppo_continuous_action" if case.env == "Pendulum-v1" else "ppo")
+    name = "ppo_continuous_action" if case.env == "Pendulum-v1" else "ppo"
+    module = import_purejaxrl(checkout, name)
     patch_purejaxrl(module, case)
     return module.make_train(
         {
@@ -155,20 +183,21 @@ def purejaxrl_train(checkout, case, updates):
 
 
 def import_purejaxrl(checkout, name):
-    """Import a module of the checkout, with stand-ins for the packages it imports that are not installed."""
+    """Import a module of the checkout, with stand-ins for packages that are not installed."""
     folder = Path(checkout) / "purejaxrl"
     if not (folder / f"{name}.py").is_file():
-        sys.exit(f"error: {checkout} holds no purejaxrl/{name}.py; give --purejaxrl a checkout of PureJaxRL")
+        sys.exit(f"error: {checkout} has no purejaxrl/{name}.py; --purejaxrl must name a checkout")
     stand_in("brax.envs.wrappers.training", "brax", EpisodeWrapper=None, AutoResetWrapper=None)
     stand_in("navix", "navix")
-    stand_in("distrax", "distrax", Categorical=Categorical, MultivariateNormalDiag=MultivariateNormalDiag)
+    distributions = {c.__name__: c for c in (Categorical, MultivariateNormalDiag)}
+    stand_in("distrax", "distrax", **distributions)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)
 
 
 def stand_in(name, package, **attributes):
-    """Put an empty module with these attributes (and its parents) where the package cannot be imported."""
+    """Put a module of these attributes, and its parents, where the package can't be imported."""
     if package in sys.modules or importlib.util.find_spec(package):
         return
     parent = None
@@ -183,7 +212,7 @@ def stand_in(name, package, **attributes):
 
 
 def patch_purejaxrl(module, case):
-    """Give the module gymnax 1.0's environments, an initialiser that can't hang, and the network of the case."""
+    """Give the module gymnax 1.0's environments, a safe initialiser and the case's network."""
     import gymnax
     import jax
 
@@ -215,7 +244,7 @@ class LegacyEnv:
         return getattr(self._env, name)
 
     def step(self, key, state, action, params=None):
-        """Keep `info` as small as it was: PureJaxRL returns all of it, and the final observations would weigh on it."""
+        """Keep `info` as small as it was: PureJaxRL returns all of it, final observations too."""
         *rest, info = self._env.step(key, state, action, params)
         return *rest, {"discount": info["discount"]}
 
@@ -225,12 +254,15 @@ class LegacyEnv:
 
 
 def sequential_orthogonal(scale=1.0):
-    """The orthogonal initialiser, one seed after the other: batched QRs can deadlock XLA's thread pool on a CPU."""
+    """The orthogonal initialiser, one seed after the other.
+
+    Batched QRs can deadlock XLA's thread pool on a CPU.
+    """
     import jax
 
     def init(key, shape, dtype="float32"):
-        draw = jax.custom_batching.sequential_vmap(lambda k: jax.nn.initializers.orthogonal(scale)(k, shape, dtype))
-        return draw(key)
+        orthogonal = jax.nn.initializers.orthogonal(scale)
+        return jax.custom_batching.sequential_vmap(lambda k: orthogonal(k, shape, dtype))(key)
 
     return init
 
@@ -243,7 +275,7 @@ def dense(module, size, scale):
 
 
 def gaussian_mlp(module):
-    """Two tanh networks of two 64-unit layers with a Gaussian head: PureJaxRL has 256 units there."""
+    """Two tanh networks of two 64-unit layers with a Gaussian: PureJaxRL has 256 units there."""
     from flax import linen as nn
     from jax import numpy as jnp
 
@@ -253,7 +285,7 @@ def gaussian_mlp(module):
 
         @nn.compact
         def __call__(self, x):
-            mean, value = (self.tower(x, size, scale) for size, scale in ((self.action_dim, 0.01), (1, 1.0)))
+            mean, value = self.tower(x, self.action_dim, 0.01), self.tower(x, 1, 1.0)
             log_std = self.param("log_std", nn.initializers.zeros, (self.action_dim,))
             return module.distrax.MultivariateNormalDiag(mean, jnp.exp(log_std)), value[..., 0]
 
@@ -339,7 +371,7 @@ class MultivariateNormalDiag:
         return jnp.sum(0.5 + 0.5 * jnp.log(2 * jnp.pi) + jnp.log(self.scale), axis=-1)
 
 
-# --------------------------------------------------------------------------------------- Stable-Baselines3 and SBX
+# ------------------------------------------------------------------------ Stable-Baselines3 and SBX
 
 
 def compile_stable_baselines(name, case, updates):
@@ -373,21 +405,24 @@ def python_of(name, cache, pip_args):
     if not done.exists():
         print(f"making {folder} with {' '.join(PACKAGES[name])}", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
-        command = [python, "-m", "pip", "install", "--quiet", *PACKAGES[name], *shlex.split(pip_args)]
+        install = [python, "-m", "pip", "install", "--quiet"]
+        command = [*install, *PACKAGES[name], *shlex.split(pip_args)]
         if subprocess.run(command, check=False).returncode:
-            sys.exit(f"error: pip could not install {' '.join(PACKAGES[name])} in {folder}; see --pip-args")
+            packages = " ".join(PACKAGES[name])
+            sys.exit(f"error: pip could not install {packages} in {folder}; see --pip-args")
         done.touch()
     return str(python)
 
 
-# --------------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------ workers
 
 
 def compile_worker(args, name):
     """The named system's function to time, and its compile seconds."""
     case = CASES[args.case]
-    if name == "ours":
-        return compile_ours(case, args.n_seeds, args.updates)
+    if name in VERSIONS:
+        folder = args.before if name == "before" else ROOT
+        return compile_ours(folder, case, args.n_seeds, args.updates)
     if name == "purejaxrl":
         return compile_purejaxrl(args.purejaxrl, case, args.n_seeds, args.updates)
     return compile_stable_baselines(name, case, args.updates)
@@ -404,7 +439,7 @@ def measure(args):
     """Compile, run once to warm up and once to time; the line that a worker prints."""
     run, compile_s = compile_worker(args, args.worker)
     first, run_s = seconds(run), seconds(run)
-    return {
+    result = {
         "worker": args.worker,
         "case": args.case,
         "n_seeds": args.n_seeds,
@@ -413,18 +448,24 @@ def measure(args):
         "run_s": run_s,
         "versions": versions(),
     }
+    if args.memory and args.worker in VERSIONS:
+        result["temporary_bytes"] = temporary_bytes(CASES[args.case], args.updates)
+    return result
 
 
 def measure_pair(args):
-    """Both systems compiled in one process and run in turn, which saves the starts: for an accelerator."""
-    (ours, ours_compile), (peer, peer_compile) = (compile_worker(args, name) for name in ("ours", "purejaxrl"))
+    """Both systems compiled in one process and run in turn: for an accelerator, to save starts."""
+    ours, ours_compile = compile_worker(args, "ours")
+    peer, peer_compile = compile_worker(args, "purejaxrl")
     warm = seconds(ours), seconds(peer)
     times = [(seconds(ours), seconds(peer)) for _ in range(args.pairs)]
+    if ours_compile is None:
+        ours_compile = warm[0] - times[0][0]
     return {
         "case": args.case,
         "n_seeds": args.n_seeds,
         "steps": args.updates * CASES[args.case].rollout * args.n_seeds,
-        "compile_s": [ours_compile if ours_compile is not None else warm[0] - times[0][0], peer_compile],
+        "compile_s": [ours_compile, peer_compile],
         "run_s": times,
         "versions": versions(),
     }
@@ -444,19 +485,25 @@ def version(name):
 def reason(stderr):
     """The line of a traceback that names the error: JAX prints more after it."""
     lines = stderr.strip().splitlines() or ["no message"]
-    named = [line for line in lines if re.match(r"(error|[\w.]+(Error|Exception|Interrupt)):", line)]
-    return (named or lines)[-1]
+    error = re.compile(r"(error|[\w.]+(Error|Exception|Interrupt)):")
+    return ([line for line in lines if error.match(line)] or lines)[-1]
 
 
-def spawn(args, worker, case, n_seeds, updates, timeout):
-    """Run a worker in a process of its own; its result, or None after a line that says why there is none."""
+def spawn(args, worker, case, n_seeds, updates, timeout, memory=False):
+    """Run a worker in a process of its own.
+
+    Returns its result, or None after a line that says why there is none.
+    """
     python = python_of(worker, args.cache, args.pip_args) if worker in PACKAGES else sys.executable
     command = [python, __file__, "--worker", worker, "--case", case, "--n-seeds", str(n_seeds)]
     command += ["--updates", str(updates), "--pairs", str(args.pairs)]
     command += ["--purejaxrl", args.purejaxrl] if args.purejaxrl else []
+    command += ["--before", args.before] if args.before else []
+    command += ["--memory"] if memory else []
     environ = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    run = functools.partial(subprocess.run, check=False, capture_output=True, text=True)
     try:
-        done = subprocess.run(command, check=False, env=environ, capture_output=True, text=True, timeout=timeout)
+        done = run(command, env=environ, timeout=timeout)
     except subprocess.TimeoutExpired:
         print(f"{worker} {case} x {n_seeds}: no result within {timeout:.0f} s", file=sys.stderr)
         return None
@@ -466,21 +513,29 @@ def spawn(args, worker, case, n_seeds, updates, timeout):
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-# ------------------------------------------------------------------------------------------------------ comparisons
+# -------------------------------------------------------------------------------------- comparisons
 
 
 def compare(args, peer, case, n_seeds):
     """Alternating processes of this project and the peer, as one row of the table."""
-    workers = {"ours": n_seeds, peer: n_seeds if peer == "purejaxrl" else 1}  # the others run one seed at a time
-    updates = {w: args.updates or updates_of(CASES[case], n, SLOWER.get(w, 1)) for w, n in workers.items()}
+    workers = {"ours": n_seeds, peer: 1 if peer in PACKAGES else n_seeds}
     pairs = []
-    for _ in range(args.pairs):
-        pair = [spawn(args, w, case, n, updates[w], args.timeout) for w, n in workers.items()]
+    for i in range(args.pairs):
+        pair = []
+        for worker, n in workers.items():
+            updates = args.updates or updates_of(CASES[case], n, SLOWER.get(worker, 1))
+            memory = args.memory and i == 0  # it is the same every time
+            pair.append(spawn(args, worker, case, n, updates, args.timeout, memory))
         if None in pair:
             return None
         pairs.append(pair)
-    rates, compiles = ([[read(r) for r in pair] for pair in pairs] for read in (rate, lambda r: r["compile_s"]))
-    return summary(peer, case, n_seeds, rates, compiles, [r["versions"] for r in pairs[0]])
+    rates = [[rate(r) for r in pair] for pair in pairs]
+    compiles = [[r["compile_s"] for r in pair] for pair in pairs]
+    row = summary(peer, case, n_seeds, rates, compiles, [r["versions"] for r in pairs[0]])
+    if args.memory:
+        for who, result in zip(("ours", "peer"), pairs[0], strict=True):
+            row[f"{who}_temporary_bytes"] = result.get("temporary_bytes")
+    return row
 
 
 def rate(result):
@@ -508,9 +563,11 @@ def summary(peer, case, n_seeds, rates, compiles, packages):
     }
 
 
-HEADER = (
-    f"{'case':<16} {'seeds':>5} {'peer':<9} {'ratio':>6} {'range':>13} {'ours/s':>12} {'peer/s':>12} {'compile s':>13}"
-)
+def header(memory=False):
+    """The names of the columns."""
+    names = f"{'case':<16} {'seeds':>5} {'peer':<9} {'ratio':>6} {'range':>13}"
+    names += f" {'ours/s':>12} {'peer/s':>12} {'compile s':>13}"
+    return f"{names} {'temporary MB':>17}" if memory else names
 
 
 def line(row):
@@ -519,7 +576,19 @@ def line(row):
     compiles = f"{row['ours_compile_s']:.1f} / {row['peer_compile_s']:.1f}"
     rates = f"{row['ours_steps_per_s']:>12,.0f} {row['peer_steps_per_s']:>12,.0f}"
     what = f"{row['case']:<16} {row['n_seeds']:>5} {row['peer']:<9}"
-    return f"{what} {row['ratio']:>6.2f} {spread:>13} {rates} {compiles:>13}"
+    printed = f"{what} {row['ratio']:>6.2f} {spread:>13} {rates} {compiles:>13}"
+    if "ours_temporary_bytes" not in row:
+        return printed
+    sizes = (row[f"{who}_temporary_bytes"] for who in ("ours", "peer"))
+    temporary = " / ".join("-" if size is None else f"{size / 1e6:.2f}" for size in sizes)
+    return f"{printed} {temporary:>17}"
+
+
+def takes_part(peer, case):
+    """Whether the case is run with the peer."""
+    if CASES[case].policy == "gru":
+        return peer == "before"
+    return peer not in PACKAGES or case in ("cartpole-4", "cartpole-64")
 
 
 def plan(args):
@@ -527,14 +596,14 @@ def plan(args):
     for case in args.cases:
         for n_seeds in args.seeds:
             for peer in args.peers:
-                if peer == "purejaxrl" or case in ("cartpole-4", "cartpole-64"):
+                if takes_part(peer, case):
                     yield peer, case, n_seeds
 
 
 def compare_all(args):
     """Run the plan, print and write each row as it comes."""
     rows = []
-    print(HEADER)
+    print(header(args.memory), flush=True)
     for peer, case, n_seeds in plan(args):
         row = compare(args, peer, case, n_seeds)
         if row:
@@ -543,36 +612,41 @@ def compare_all(args):
             write(args.out, {"machine": machine(), "rows": rows})
 
 
-# ----------------------------------------------------------------------------------------------------- accelerators
+# ------------------------------------------------------------------------------------- accelerators
 
 
 def compare_on_gpu(args):
-    """Two comparisons with many seeds, then the rate against the number of seeds, within the budget of seconds."""
+    """Two comparisons with many seeds, then the rate against their number, within the budget."""
     end = time.monotonic() + args.budget
     report = {"machine": machine(), "rows": [], "sweep": []}
     pairs = [("cartpole-4", 2048, 100), ("breakout-mlp-64", 128, 15)]
     if args.small:
         pairs = [("cartpole-4", 8, 4), ("breakout-mlp-64", 2, 1)]
-    print(HEADER)
+    print(header())
     for case, n_seeds, updates in pairs:
         result = spawn(args, "pair", case, n_seeds, updates, max(1, end - time.monotonic()))
         if result:
             rates = [[result["steps"] / s for s in pair] for pair in result["run_s"]]
-            report["rows"].append(summary("purejaxrl", case, n_seeds, rates, [result["compile_s"]], result["versions"]))
-            print(line(report["rows"][-1]), flush=True)
+            compiles, packages = [result["compile_s"]], result["versions"]
+            row = summary("purejaxrl", case, n_seeds, rates, compiles, packages)
+            report["rows"].append(row)
+            print(line(row), flush=True)
             write(args.out, report)
     print(f"\n{'case':<16} {'seeds':>5} {'ours/s':>14} {'compile s':>10}")
     for n_seeds in (1, 2) if args.small else (1, 4, 16, 64, 256, 1024, 4096):
-        result = spawn(args, "ours", "cartpole-4", n_seeds, 4 if args.small else 50, max(1, end - time.monotonic()))
+        updates, left = 4 if args.small else 50, max(1, end - time.monotonic())
+        result = spawn(args, "ours", "cartpole-4", n_seeds, updates, left)
         if result:
             report["sweep"].append({**result, "steps_per_s": rate(result)})
-            print(f"{'cartpole-4':<16} {n_seeds:>5} {rate(result):>14,.0f} {result['compile_s']:>10.1f}", flush=True)
+            numbers = f"{rate(result):>14,.0f} {result['compile_s']:>10.1f}"
+            print(f"{'cartpole-4':<16} {n_seeds:>5} {numbers}", flush=True)
             write(args.out, report)
 
 
 def machine():
     """What the numbers were taken on."""
-    return {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    python = platform.python_version()
+    return {"platform": platform.platform(), "cpus": os.cpu_count(), "python": python}
 
 
 def write(path, report):
@@ -583,35 +657,47 @@ def write(path, report):
 def parse():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--purejaxrl", metavar="PATH", help="a checkout of github.com/luchris429/purejaxrl")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=tuple(CASES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=(1, 8), help="numbers of seeds")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs in each comparison")
-    parser.add_argument("--updates", type=int, help="updates of each run (default: about the steps of the case)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds after which a process is given up")
-    parser.add_argument("--out", default="throughput.json", help="JSON to write")
-    parser.add_argument("--cache", default="~/.cache/ppo_jax_benchmarks", help="folder of the virtual environments")
-    parser.add_argument("--pip-args", default="", help="more arguments for their pip, as one string")
-    parser.add_argument("--gpu", action="store_true", help="2,048 and 128 seeds against PureJaxRL, then 1 to 4,096")
-    parser.add_argument("--budget", type=float, default=470, help="seconds that --gpu may take")
-    parser.add_argument("--small", action="store_true", help="a trial: few updates, two pairs, few seeds")
-    parser.add_argument("--worker", choices=("ours", "pair", *PEERS), help=argparse.SUPPRESS)
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--n-seeds", type=int, default=1, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--purejaxrl", metavar="PATH", help="a checkout of github.com/luchris429/purejaxrl")
+    add("--before", metavar="PATH", help="a folder with another ppo_jax.py, for the peer `before`")
+    add("--peers", nargs="+", choices=(*PEERS, "before"), default=PEERS)
+    add("--cases", nargs="+", choices=CASES, default=tuple(CASES))
+    add("--seeds", nargs="+", type=int, default=(1, 8), help="numbers of seeds")
+    add("--pairs", type=int, default=5, help="pairs of runs in each comparison")
+    add("--updates", type=int, help="updates of each run (default: about the steps of the case)")
+    add("--memory", action="store_true", help="temporary memory of an update too (not with --gpu)")
+    add("--timeout", type=float, default=900, help="seconds after which a process is given up")
+    add("--out", default="throughput.json", help="JSON to write")
+    add("--cache", default="~/.cache/ppo_jax_benchmarks", help="folder of virtual environments")
+    add("--pip-args", default="", help="more arguments for their pip, as one string")
+    add("--gpu", action="store_true", help="2,048 and 128 seeds with PureJaxRL, then 1 to 4,096")
+    add("--budget", type=float, default=470, help="seconds that --gpu may take")
+    add("--small", action="store_true", help="a trial: few updates, two pairs, few seeds")
+    add("--worker", choices=("pair", *VERSIONS, *PEERS), help=argparse.SUPPRESS)
+    add("--case", choices=CASES, help=argparse.SUPPRESS)
+    add("--n-seeds", type=int, default=1, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def check(args):
+    """Exit with a line where a system that is asked for isn't there."""
+    systems = [args.worker] if args.worker else ["pair"] if args.gpu else args.peers
+    checkout = Path(args.purejaxrl or "") / "purejaxrl" / "ppo.py"
+    if not {"purejaxrl", "pair"}.isdisjoint(systems) and not checkout.is_file():
+        sys.exit("error: --purejaxrl must name a checkout of PureJaxRL (or choose other --peers)")
+    if "before" in systems and not (args.before and (Path(args.before) / "ppo_jax.py").is_file()):
+        sys.exit("error: --before must name a folder with a ppo_jax.py (or choose other --peers)")
 
 
 def main():
     """Measure as a worker, or compare."""
     args = parse()
-    systems = {"pair": ["purejaxrl"]}.get(args.worker, [args.worker]) if args.worker else args.peers
-    if (args.gpu or "purejaxrl" in systems) and not (Path(args.purejaxrl or "") / "purejaxrl" / "ppo.py").is_file():
-        sys.exit("error: --purejaxrl must name a checkout of PureJaxRL (or choose other --peers)")
+    check(args)
     if args.small:
         args.pairs, args.updates = 2, args.updates or 2
     if args.worker:
-        args.updates = args.updates or updates_of(CASES[args.case], args.n_seeds, SLOWER.get(args.worker, 1))
+        slower = SLOWER.get(args.worker, 1)
+        args.updates = args.updates or updates_of(CASES[args.case], args.n_seeds, slower)
         print(json.dumps(measure_pair(args) if args.worker == "pair" else measure(args)))
     elif args.gpu:
         compare_on_gpu(args)
