@@ -1966,13 +1966,13 @@ def check_env(env, name=None):
                 right = f"a name or have gymnax's interface; it has no {part}"
                 refuse("env", name or env, right)
     elif ":" not in env:
-        suite, slash, name = env.rpartition("/")
+        suite, slash, rest = env.rpartition("/")
         if suite not in SUITES:
             suites = "".join(f", {known}/name" for known in SUITES if known)
             refuse("env", env, f"a name in gymnax, or module:Class{suites}; there is no such suite")
         known = import_gymnax().registered_envs
-        if not slash and name not in known:
-            near = closest(name, known) or f"; gymnax has {', '.join(known)}"
+        if not slash and rest not in known:
+            near = closest(rest, known) or f"; gymnax has {', '.join(known)}"
             raise ConfigError(f"env: {env!r} is no environment of gymnax{near}")
 
 
@@ -2130,6 +2130,8 @@ def unflatten_config(program, leaves):
 
 
 jax.tree_util.register_pytree_node(PPOConfig, flatten_config, unflatten_config)
+
+
 # ==================================================================================================
 # 8. Evaluation
 # ==================================================================================================
@@ -2502,7 +2504,8 @@ def write_config(folder, config, **run):
     """Write config.json: every setting by name, after the entries that describe the run."""
     settings = run | {name: plain_setting(name, value) for name, value in vars(config).items()}
     stored = folder / "config.json"
-    if stored.exists() and stored.stat().st_size:  # a rescued run keeps its seed
+    is_rescue = "seed" not in run and stored.exists() and stored.stat().st_size
+    if is_rescue:  # a run that an exception ended keeps its seed
         settings = {"seed": read_file(stored).get("seed", 0)} | settings
     fresh = folder / "config.json.new"  # a full disk must not cost the file that is there
     fresh.write_text(json.dumps(settings, indent=2, default=str) + "\n")
@@ -2656,8 +2659,8 @@ def metric_rows(metrics, every=1):
     columns["timesteps"] = metrics["timesteps"][0]
     returns = metrics["return"]
     if len(returns) > 16:
-        returns = np.sort(returns, axis=0)  # NaN last
-        columns |= {"return_min": returns[0], "return_max": np.fmax.reduce(returns)}
+        least, greatest = np.fmin.reduce(returns), np.fmax.reduce(returns)  # NaN are passed over
+        columns |= {"return_min": least, "return_max": greatest}
     else:
         columns |= {f"return_seed_{i}": values for i, values in enumerate(returns)}
     rows = zip(*(column.tolist() for column in columns.values()))
