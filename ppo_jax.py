@@ -10,7 +10,7 @@
  2 The algorithm    collect_rollout, compute_gae, make_batch, ppo_loss, optimise, update, train
  3 Networks         ActorCritic, Encoder, Memory, UserNetwork
  4 Distributions    Categorical, MultiCategorical, DiagonalGaussian, gSDE, Squashed
- 5 Environments     make_env, VectorEnv, spaces
+ 5 Environments     make_env, VectorEnv, Space
  6 Parts            optimiser, statistics, shapes, the permutation, the convolution
  7 Reading          settings as they are given, checked and kept; presets
  8 Evaluation       evaluate, make_policy
@@ -25,17 +25,9 @@ Schulman et al., "Proximal Policy Optimization Algorithms", 2017, https://arxiv.
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "jax>=0.7.1",
-#     "flax>=0.10.0",
-#     "optax>=0.1.8",
-#     "gymnax>=1.0.1",
-#     "six>=1.4.0",
-#     "chex>=0.1.84",
-#     "orbax-checkpoint>=0.11.22",
-#     "tqdm>=4.60.0",
-#     "pyyaml>=6.0",
-#     "matplotlib>=3.9.0",
-#     "scipy>=1.15.0",
+#     "jax>=0.7.1", "flax>=0.10.0", "optax>=0.1.8", "gymnax>=1.0.1", "six>=1.4.0", "chex>=0.1.84",
+#     "orbax-checkpoint>=0.11.22", "tqdm>=4.60.0", "pyyaml>=6.0", "matplotlib>=3.9.0",
+#     "scipy>=1.15.0", "pandas>=2.2.2",
 # ]
 # ///
 
@@ -56,7 +48,9 @@ import operator
 import os
 import pathlib
 import re
+import shlex
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -103,11 +97,12 @@ class PPOConfig:
     env_params: tuple = static((), "arguments", "Parameters of the environment, as in name=1.")
     total_timesteps: int = static(1_000_000, "total", "Steps to train one agent for.")
     n_envs: int = static(64, "size", "Copies of the environment that one agent steps.")
+    devices_per_agent: int = static(1, "size", "Devices between which an agent's copies are split.")
     n_steps: int = static(128, "size", "Steps of each copy in a rollout, between two updates.")
     frame_skip: int = static(1, "size", "Repeats of each action; rewards add up, as one step.")
     normalize_obs: bool = static(False, "switch", "Standardise observations as seen so far.")
     normalize_reward: bool = static(False, "switch", "Divide rewards by the deviation of returns.")
-    stats_window_size: int = static(100, "size", "Latest episodes whose mean return is shown.")
+    stats_window_size: int = static(100, "size", "Finished episodes that returns are means of.")
     # Optimisation
     batch_size: int | None = static(None, "size", "Samples in a minibatch; None: rollout / 4.")
     n_epochs: int = static(4, "size", "Passes over the samples of each rollout.")
@@ -118,9 +113,7 @@ class PPOConfig:
     # Objective
     gamma: float = traced(0.99, "fraction", "Discount factor of rewards, per step.")
     gae_lambda: float = traced(0.95, "fraction", "Lambda of GAE; 0: one-step TD, 1: Monte Carlo.")
-    clip_range: float = traced(
-        0.2, "positive", "Clip the ratio to 1 ± this; a,b: from 1 - a to 1 + b."
-    )
+    clip_range: float = traced(0.2, "positive", "Clip the ratio to 1 ± this; a,b: 1 - a to 1 + b.")
     clip_range_vf: float | None = traced(
         None, "positive", "Clip values to the old ones ± this; None: no."
     )
@@ -173,6 +166,11 @@ class PPOConfig:
         return dataclasses.replace(self, **changes)
 
     @property
+    def envs_per_device(self):
+        """Copies of the environment that one device steps for one agent."""
+        return self.n_envs // self.devices_per_agent
+
+    @property
     def rollout_size(self):
         """Samples in one rollout."""
         return self.n_envs * self.n_steps
@@ -197,7 +195,7 @@ class PPOConfig:
         """Minibatches in one epoch."""
         if self.batch_size is not None:
             return max(1, self.rollout_size // self.batch_size)
-        n_sequences = self.rollout_size // self.sequence_length
+        n_sequences = self.envs_per_device * self.n_steps // self.sequence_length
         return next(parts for parts in (4, 3, 2, 1) if n_sequences % parts == 0)
 
     @property
@@ -258,6 +256,8 @@ class Agent:
     obs_statistics: dict[str, RunningStatistics] | None  # of normalize_obs, by path
     return_statistics: RunningStatistics | None  # of normalize_reward
     discounted_return: jax.Array | None  # (N,), of normalize_reward
+    # The update since which observations, rewards, gradients are not all finite; 0: they are.
+    failing_since: jax.Array  # (3,) int32
     n_steps: int = flax.struct.field(pytree_node=False)  # of a rollout, which n_updates counts
 
     def __repr__(self):
@@ -306,11 +306,11 @@ def collect_rollout(config, agent, key):
     env = make_env(config)
     network = make_network(config)
     policy = functools.partial(act, network, agent)
-    noise_key, env_key = jax.random.split(key)
+    noise_key, env_key = jax.random.split(own_key(config, key))
     n_draws = -(-config.n_steps // config.noise_steps)
     distribution = jax.eval_shape(policy, agent.obs, agent.memory).distribution
     noise = distribution.noise(noise_key, n_draws)
-    keys = jax.random.split(env_key, (2, config.n_steps, config.n_envs))
+    keys = jax.random.split(env_key, (2, config.n_steps, config.envs_per_device))
 
     def step(carry, inputs):
         obs, env_states, memory = carry
@@ -392,7 +392,7 @@ def make_batch(config, agent, rollout):
     log_prob, value, next_memory = merge_axes(parts)
     final_value = final_values(network, agent, samples, next_memory, config.n_minibatches)
 
-    value, final_value = from_samples((value, final_value), length, config.n_envs)
+    value, final_value = from_samples((value, final_value), length, config.envs_per_device)
     last_value = act(network, agent, agent.obs, agent.memory).value
     next_value = jnp.concatenate([value[1:], last_value[None]])
     next_value = jnp.where(rollout.truncated, final_value, next_value)
@@ -421,7 +421,8 @@ def ppo_loss(params, config, network, minibatch):
     # policy loss
     advantage = minibatch.advantage
     if config.normalize_advantage:
-        advantage = standardize(advantage, minibatch.task_id)
+        of_all_devices = gather(config, (advantage, minibatch.task_id))
+        advantage = own_part(config, standardize(*of_all_devices))
     low, high = clip_bounds(config.clip_range)
     clipped_ratio = jnp.clip(ratio, low, high)
     policy_loss = -jnp.mean(jnp.minimum(advantage * ratio, advantage * clipped_ratio))
@@ -452,6 +453,7 @@ class Progress(NamedTuple):
     opt_state: optax.OptState
     n_seen: jax.Array  # () int32, minibatches looked at in this update
     stopped: jax.Array  # () bool, whether the last of these was too far from the old policy
+    is_finite: jax.Array  # (minibatches,) bool, of each one's gradient; False where not seen
     reports: dict[str, jax.Array]  # what the loss reported of each minibatch; 0 where not seen
 
 
@@ -460,8 +462,9 @@ def optimise(config, agent, batch, minibatches):
 
     batch: what `make_batch` returns. minibatches: what `draw_minibatches` returns. With target_kl,
     the first minibatch whose approx_kl exceeds 1.5 * target_kl takes no step and ends the update.
+    A minibatch whose gradient is not finite is skipped: it changes nothing and counts in no mean.
     Returns the agent, the means over minibatches of what the loss reports (of approx_kl over the
-    last epoch, as in Stable-Baselines3) and `optimizer_steps`, the number of steps taken.
+    last epoch, as in Stable-Baselines3), and the numbers of steps taken and skipped.
     """
     network = make_network(config)
     optimizer = make_optimizer(config)
@@ -477,51 +480,65 @@ def optimise(config, agent, batch, minibatches):
         return (progress.n_seen < len(minibatches)) & ~progress.stopped
 
     def step(progress):
-        params, opt_state, n_seen, stopped, reports = progress
-        gradients, report = jax.grad(loss, has_aux=True)(params, n_seen)
+        params, opt_state, n_seen, stopped, is_finite, reports = progress
+        gradients, report = average(config, jax.grad(loss, has_aux=True)(params, n_seen))
         changes, new_opt_state = optimizer.update(gradients, opt_state, params)
         new = (optax.apply_updates(params, changes), new_opt_state)
+        usable = has_norm(gradients)
+        is_finite = is_finite.at[n_seen].set(usable)
         if config.target_kl is not None:
-            stopped = report["approx_kl"] > 1.5 * config.target_kl
-            new = choose(stopped, (params, opt_state), new)
-        return Progress(*new, n_seen + 1, stopped, write_row(reports, report, n_seen))
+            stopped = usable & (report["approx_kl"] > 1.5 * config.target_kl)
+        new = choose(usable & ~stopped, new, (params, opt_state))
+        return Progress(*new, n_seen + 1, stopped, is_finite, write_row(reports, report, n_seen))
 
     _, report = jax.eval_shape(loss, agent.params, 0)
     check_report(config, report)
     reports = zero_rows(report, len(minibatches))
-    nothing = (jnp.int32(0), jnp.array(False), reports)
-    end = jax.lax.while_loop(unfinished, step, Progress(agent.params, agent.opt_state, *nothing))
+    nothing = (jnp.int32(0), jnp.array(False), jnp.zeros(len(minibatches), bool), reports)
+    start = Progress(agent.params, agent.opt_state, *nothing)
+    end = jax.lax.while_loop(unfinished, step, start)
+    # Weights overflow where a step is huge, as with a learning rate of 1e30: nothing of it stays.
+    has_overflowed = ~has_norm(end.params)
+    end = choose(has_overflowed, start._replace(n_seen=end.n_seen), end)
 
-    means = jax.tree.map(lambda x: jnp.sum(x) / end.n_seen, end.reports)
+    means = jax.tree.map(lambda x: jnp.mean(x, where=end.is_finite), end.reports)
     if "approx_kl" in means:
-        index = jnp.arange(len(minibatches))
-        in_last_epoch = index // n_minibatches == (end.n_seen - 1) // n_minibatches
-        in_last_epoch &= index < end.n_seen
+        epoch = jnp.arange(len(minibatches)) // n_minibatches
+        in_last_epoch = end.is_finite & (epoch == (end.n_seen - 1) // n_minibatches)
         means["approx_kl"] = jnp.mean(end.reports["approx_kl"], where=in_last_epoch)
-    means["optimizer_steps"] = end.n_seen - end.stopped
+    n_finite = jnp.sum(end.is_finite)
+    means["optimizer_steps"] = n_finite - end.stopped
+    means["skipped_steps"] = end.n_seen - n_finite
     return agent.replace(params=end.params, opt_state=end.opt_state), means
 
 
 def update(config, agent):
-    """Do one iteration of PPO; returns the agent and a dictionary of scalar metrics."""
+    """Do one iteration of PPO; returns the agent and a dictionary of scalar metrics.
+
+    With devices_per_agent, each device calls this with its share of the environments, within a
+    mapped axis "devices"; all of them get the same weights and metrics.
+    """
     n_updates = agent.n_updates + 1
     # As in Stable-Baselines3, progress counts this rollout: the last update has 0 left.
     fraction_done = n_updates * (config.rollout_size / config.total_timesteps)
     config = config.at(jnp.maximum(0.0, 1 - fraction_done))
     key, rollout_key, shuffle_key = jax.random.split(agent.key, 3)
     agent, rollout = collect_rollout(config, agent.replace(key=key), rollout_key)
-    agent = count_episodes(agent, rollout)
+    raw = rollout  # with rewards as they came
+    agent = count_episodes(config, agent, rollout)
     agent, rollout = normalize_reward(config, agent, rollout)
     batch = make_batch(config, agent, rollout)
     minibatches = draw_minibatches(config, shuffle_key)
     agent, report = optimise(config, agent, batch, minibatches)
-    agent = observe(agent, rollout)  # only now: rollout and update must see the same numbers
+    agent = observe(config, agent, rollout)  # only now: rollout and update see the same numbers
     episode_return, episode_length = mean_episode(agent)
-    return agent.replace(n_updates=n_updates), {
+    values = gather(config, (batch.value, batch.value_target))
+    failing_since = find_failures(config, agent, raw, report, n_updates)
+    return agent.replace(n_updates=n_updates, failing_since=failing_since), {
         "timesteps": count_timesteps(config, n_updates),
         "return": episode_return,
         "length": episode_length,
-        "explained_variance": explained_variance(batch.value, batch.value_target),
+        "explained_variance": explained_variance(*values),
         **report,
     }
 
@@ -532,8 +549,9 @@ def init_agent(config, key):
     env = make_env(config)
     network = make_network(config)
     key, network_key, reset_key = jax.random.split(key, 3)
-    obs, env_states = env.reset(jax.random.split(reset_key, config.n_envs))
-    memory = network.initial_memory(config.n_envs)
+    reset_keys = jax.random.split(own_key(config, reset_key), config.envs_per_device)
+    obs, env_states = env.reset(reset_keys)
+    memory = network.initial_memory(config.envs_per_device)
     params = network.init(network_key, obs, memory)
     return Agent(
         params=params,
@@ -543,10 +561,11 @@ def init_agent(config, key):
         obs=obs,
         env_states=env_states,
         memory=memory,
-        episode_sums=jnp.zeros((2, config.n_envs), jnp.float32),
+        episode_sums=jnp.zeros((2, config.envs_per_device), jnp.float32),
         recent_episodes=jnp.zeros((2, config.stats_window_size), jnp.float32),
         n_recent=jnp.int32(0),
         **init_statistics(config, env),
+        failing_since=jnp.zeros(3, jnp.int32),
         n_steps=config.n_steps,
     )
 
@@ -556,8 +575,9 @@ def train(config, key):
 
     Returns the agent and metrics, arrays of shape (n_updates,): `timesteps` done; `return` and
     `length`, means over the latest stats_window_size finished episodes (NaN before the first);
-    `explained_variance` of the rollout's values; `optimizer_steps`; and what the loss reports.
-    Raises `ConfigError` before anything compiles.
+    `explained_variance` of the rollout's values; `optimizer_steps` and `skipped_steps`, for a
+    gradient that is not finite; and what the loss reports. Raises `ConfigError` before anything
+    compiles.
     """
     return train_updates(config, init_agent(config, key), config.n_updates, config.n_updates)
 
@@ -600,10 +620,9 @@ def make_network(config):
     each sequence. The method `initial_memory(n)` returns the memory of n episodes that begin.
     """
     env = make_env(config)
-    if not isinstance(config.policy, str):
-        return UserNetwork(env.obs_space, env.action_space, config.policy)
-    settings = pick(vars(config), fields_of(ActorCritic))
-    return ActorCritic(env.obs_space, env.action_space, **settings)
+    if isinstance(config.policy, str):
+        return ActorCritic(env.obs_spaces, env.action_space, config)
+    return UserNetwork(env.obs_spaces, env.action_space, config.policy)
 
 
 class ActorCritic(nn.Module):
@@ -612,33 +631,24 @@ class ActorCritic(nn.Module):
     The observations' entry "action_mask" (…, A), if any, is 0 for actions that cannot be taken.
     """
 
-    obs_space: Any
-    action_space: Any
-    # Settings of PPOConfig, by name.
-    policy: str
-    net_arch: tuple
-    net_arch_vf: tuple | None
-    activation: str
-    share_features_extractor: bool
-    rnn_hidden_size: int
-    ortho_init: bool
-    log_std_init: float
-    squash_output: bool
-    use_sde: bool
+    obs_spaces: dict[str, Space]
+    action_space: Space
+    config: PPOConfig  # its section "Network", which is static
 
     @nn.compact
     def __call__(self, obs, memory=None, is_first=None):
+        config = self.config
         features, new_memory = [], {}
         for name in self.encoders():
             init = self.kernel_init(math.sqrt(2))
-            encoder = Encoder(self.obs_space, self.policy, init, name=f"{name}_encoder")
+            encoder = Encoder(self.obs_spaces, config.policy, init, name=f"{name}_encoder")
             latent = encoder(obs)
-            if self.policy in RECURRENT:
-                cell = Memory(self.policy, self.rnn_hidden_size, name=f"{name}_memory")
+            if config.policy in RECURRENT:
+                cell = Memory(config.policy, config.rnn_hidden_size, name=f"{name}_memory")
                 latent, new_memory[name] = cell(latent, memory[name], is_first)
             features.append(latent)
-        policy_latent = self.hidden("policy", self.net_arch, features[0])
-        net_arch_vf = self.net_arch if self.net_arch_vf is None else self.net_arch_vf
+        policy_latent = self.hidden("policy", config.net_arch, features[0])
+        net_arch_vf = config.net_arch if config.net_arch_vf is None else config.net_arch_vf
         value_latent = self.hidden("value", net_arch_vf, features[-1])
         value = self.dense("value_out", 1, 1.0)(value_latent)[..., 0]
         distribution = self.distribution(policy_latent, find_mask(obs))
@@ -646,45 +656,45 @@ class ActorCritic(nn.Module):
 
     def encoders(self):
         """Return the names of the encoders: one for both networks, or one for each."""
-        return ("shared",) if self.share_features_extractor else ("policy", "value")
+        return ("shared",) if self.config.share_features_extractor else ("policy", "value")
 
     def hidden(self, head, widths, latent):
         """Return what the hidden layers of a head make of features (…, F)."""
         for layer, width in enumerate(widths):
             latent = self.dense(f"{head}_{layer}", width, math.sqrt(2))(latent)
-            latent = ACTIVATIONS[self.activation](latent)
+            latent = ACTIVATIONS[self.config.activation](latent)
         return latent
 
     def distribution(self, latent, mask):
         """Return the distribution over actions."""
         space = self.action_space
-        if is_box(space):
-            return self.gaussian(latent)
-        sizes = action_sizes(space)
-        if is_binary(space) and mask is None:  # one logit a bit, as in Stable-Baselines3
-            logits = self.dense("policy_out", len(sizes), 0.01)(latent)
-            logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
-            logits = logits.reshape((*latent.shape[:-1], -1))
-        else:
-            logits = self.dense("policy_out", sum(sizes), 0.01)(latent)
+        are_bits = space.kind == "bits" and mask is None  # which have a logit each
+        width = sum(space.sizes)
+        if are_bits or space.kind == "box":
+            width = math.prod(space.shape)
+        out = self.dense("policy_out", width, 0.01)(latent)
+        if space.kind == "box":
+            return self.gaussian(latent, out)
+        if are_bits:  # as in Stable-Baselines3
+            out = jnp.stack([jnp.zeros_like(out), out], axis=-1)
+            out = out.reshape((*latent.shape[:-1], -1))
         if mask is not None:
-            logits = jnp.where(mask.reshape(logits.shape) > 0, logits, IMPOSSIBLE)
-        if is_discrete(space):
-            return Categorical(logits)
-        return MultiCategorical(logits, sizes)
+            out = jnp.where(mask.reshape(out.shape) > 0, out, IMPOSSIBLE)
+        if space.kind == "integer":
+            return Categorical(out)
+        return MultiCategorical(out, space.sizes)
 
-    def gaussian(self, latent):
-        """Return the distribution over continuous actions."""
-        width = math.prod(self.action_space.shape)
-        mean = self.dense("policy_out", width, 0.01)(latent)
-        init = nn.initializers.constant(self.log_std_init)
-        if self.use_sde:
+    def gaussian(self, latent, mean):
+        """Return the distribution over continuous actions with these means (…, A)."""
+        config, width = self.config, mean.shape[-1]
+        init = nn.initializers.constant(config.log_std_init)
+        if config.use_sde:
             log_std = self.param("log_std", init, (latent.shape[-1], width), jnp.float32)
-            distribution = StateDependentGaussian(mean, latent, log_std)
+            distribution = StateDependentGaussian(mean, log_std, latent)
         else:
             log_std = self.param("log_std", init, (width,), jnp.float32)
             distribution = DiagonalGaussian(mean, log_std)
-        if self.squash_output:
+        if config.squash_output:
             return Squashed(distribution)
         return distribution
 
@@ -694,46 +704,45 @@ class ActorCritic(nn.Module):
 
     def kernel_init(self, gain):
         """Return the initialiser of a layer's weights."""
-        return orthogonal(gain) if self.ortho_init else nn.linear.default_kernel_init
+        return orthogonal(gain) if self.config.ortho_init else nn.linear.default_kernel_init
 
     def initial_memory(self, n_envs):
         """Return the memory of n_envs episodes that begin."""
-        if self.policy not in RECURRENT:
+        if self.config.policy not in RECURRENT:
             return None
-        memory = jnp.zeros((n_envs, self.rnn_hidden_size), jnp.float32)
-        if self.policy == "lstm":
+        memory = jnp.zeros((n_envs, self.config.rnn_hidden_size), jnp.float32)
+        if self.config.policy == "lstm":
             memory = (memory, memory)
         return dict.fromkeys(self.encoders(), memory)
 
 
 class Encoder(nn.Module):
-    """Features (…, F) of observations (…, *shape) of a space; those of a Dict's parts in a row."""
+    """Features (…, F) of observations; those of a Dict's or Tuple's parts in a row."""
 
-    obs_space: Any
+    obs_spaces: dict[str, Space]
     policy: str
     kernel_init: Callable
 
     @nn.compact
     def __call__(self, obs):
-        space = self.obs_space
-        parts = named_parts(space)
-        if parts:
-            features = []
-            for name, part in parts.items():
-                encoder = Encoder(part, self.policy, self.kernel_init, name=str(name))
-                features.append(encoder(obs[name]))
+        if "" not in self.obs_spaces:
+            leaves, features = named_leaves(obs), []
+            for path, space in self.obs_spaces.items():
+                encoder = Encoder({"": space}, self.policy, self.kernel_init, name=path)
+                features.append(encoder(leaves[path]))
             return jnp.concatenate(features, axis=-1)
-        batch, sizes = batch_shape(obs, space), action_sizes(space)
-        if sizes:
-            digits = (obs - first_values(space)).reshape((*batch, -1))
-            hot = [
-                jax.nn.one_hot(digits[..., i], n, dtype=jnp.float32) for i, n in enumerate(sizes)
-            ]
+        space = self.obs_spaces[""]
+        batch = batch_shape(obs, self.obs_spaces)
+        if space.sizes:
+            digits = (obs - space.low).reshape((*batch, -1))
+            hot = []
+            for i, size in enumerate(space.sizes):
+                hot.append(jax.nn.one_hot(digits[..., i], size, dtype=jnp.float32))
             return jnp.concatenate(hot, axis=-1)
         obs = obs.astype(jnp.float32)
-        if is_pixels(space):
+        if space.is_pixels:
             obs = obs / 255
-        if is_image(space) and self.policy != "mlp":
+        if space.side >= 3 and self.policy != "mlp":
             obs = self.convolve(obs)
         return obs.reshape((*batch, -1))
 
@@ -790,8 +799,8 @@ class UserNetwork(nn.Module):
     maps observations and a memory to these and the memory after the step.
     """
 
-    obs_space: Any
-    action_space: Any
+    obs_spaces: dict[str, Space]
+    action_space: Space
     module: Any
 
     def __call__(self, obs, memory=None, is_first=None):
@@ -805,7 +814,7 @@ class UserNetwork(nn.Module):
                 memory = self.memories(obs, memory, is_first)
             result = self.module(obs, memory)
         n_results = 2 if memory is None else 3
-        check_output(result, n_results, batch_shape(obs, self.obs_space), self.action_space)
+        check_output(result, n_results, batch_shape(obs, self.obs_spaces), self.action_space)
         return Output(*result)
 
     def memories(self, obs, memory, is_first):
@@ -866,10 +875,10 @@ def forget(network, memory, done):
 
 def find_mask(obs):
     """Return the entry "action_mask" of a dictionary of observations, at any depth, or None."""
-    if not isinstance(obs, dict):
-        return None
-    masks = [obs.get("action_mask"), *map(find_mask, obs.values())]
-    return next((mask for mask in masks if mask is not None), None)
+    for path, leaf in named_leaves(obs).items():
+        if path.split("/")[-1] == "action_mask":
+            return leaf
+    return None
 
 
 IMPOSSIBLE = -1e9  # the logit of a masked action: e^-1e9 is 0, and 0 * -1e9 is a number
@@ -955,31 +964,30 @@ class DiagonalGaussian(Distribution):
         return self.mean
 
     def log_prob(self, action):
-        standard = (action - self.mean) * jnp.exp(-self.log_std)
-        terms = 0.5 * standard**2 + self.log_std + 0.5 * math.log(2 * math.pi)
+        log_std = self.marginal_log_std()
+        standard = (action - self.mean) * jnp.exp(-log_std)
+        terms = 0.5 * standard**2 + log_std + 0.5 * math.log(2 * math.pi)
         return -jnp.sum(terms, axis=-1)
 
     def entropy(self, action=None):
-        terms = self.log_std + 0.5 * math.log(2 * math.pi * math.e)
+        terms = self.marginal_log_std() + 0.5 * math.log(2 * math.pi * math.e)
         return jnp.sum(jnp.broadcast_to(terms, self.mean.shape), axis=-1)
 
-    def marginal(self):
-        """Return the distribution of one action, as a DiagonalGaussian."""
-        return self
+    def marginal_log_std(self):
+        """Return the log standard deviation of one action."""
+        return self.log_std
 
 
 @flax.struct.dataclass
-class StateDependentGaussian(Distribution):
+class StateDependentGaussian(DiagonalGaussian):
     """gSDE: action = mean + features @ matrix, with a matrix of noise kept for several steps.
 
-    Raffin et al., "Smooth Exploration for Robotic Reinforcement Learning", 2021,
-    https://arxiv.org/abs/2005.05719. No gradient flows through the features in the deviation, as in
-    Stable-Baselines3.
+    mean: (…, A). log_std: (F, A), of the matrix's entries. features: (…, F); as in
+    Stable-Baselines3, no gradient flows through them in the deviation. Raffin et al., "Smooth
+    Exploration for Robotic Reinforcement Learning", 2021, https://arxiv.org/abs/2005.05719.
     """
 
-    mean: jax.Array  # (…, A)
-    features: jax.Array  # (…, F)
-    log_std: jax.Array  # (F, A), of the matrix's entries
+    features: jax.Array
 
     def noise(self, key, n):
         batch = self.mean.shape[:-1]
@@ -989,20 +997,10 @@ class StateDependentGaussian(Distribution):
         matrix = noise * jnp.exp(self.log_std)  # (…, F, A)
         return self.mean + jnp.einsum("...f,...fa->...a", self.features, matrix)
 
-    def mode(self):
-        return self.mean
-
-    def log_prob(self, action):
-        return self.marginal().log_prob(action)
-
-    def entropy(self, action=None):
-        return self.marginal().entropy()
-
-    def marginal(self):
-        """Return the distribution of one action, over all matrices: equation 10 of the paper."""
-        features = jax.lax.stop_gradient(self.features)
-        variance = features**2 @ jnp.exp(2 * self.log_std)
-        return DiagonalGaussian(self.mean, 0.5 * jnp.log(variance + 1e-6))
+    def marginal_log_std(self):
+        """Return the log standard deviation over all matrices: equation 10 of the paper."""
+        variance = jax.lax.stop_gradient(self.features) ** 2 @ jnp.exp(2 * self.log_std)
+        return 0.5 * jnp.log(variance + 1e-6)
 
 
 @flax.struct.dataclass
@@ -1014,7 +1012,7 @@ class Squashed(Distribution):
     the tanh's part, which has no closed form: E[log(1 - tanh(u)^2)], reparametrised.
     """
 
-    gaussian: DiagonalGaussian | StateDependentGaussian
+    gaussian: DiagonalGaussian
 
     def noise(self, key, n):
         return self.gaussian.noise(key, n)
@@ -1029,10 +1027,9 @@ class Squashed(Distribution):
         return self.gaussian.log_prob(action) - log_tanh_slope(action)
 
     def entropy(self, action):
-        marginal = self.gaussian.marginal()
-        noise = (action - marginal.mean) * jnp.exp(-marginal.log_std)
-        action = marginal.sample(jax.lax.stop_gradient(noise))
-        return marginal.entropy() + log_tanh_slope(action)
+        mean, log_std = self.gaussian.mean, self.gaussian.marginal_log_std()
+        noise = jax.lax.stop_gradient((action - mean) * jnp.exp(-log_std))
+        return self.gaussian.entropy() + log_tanh_slope(mean + jnp.exp(log_std) * noise)
 
 
 def log_tanh_slope(action):
@@ -1061,8 +1058,8 @@ class VectorEnv:
 
     env: Any  # with gymnax 1.0's interface
     env_params: Any
-    obs_space: Any
-    action_space: Any
+    obs_spaces: dict[str, Space]  # by path as in a/b; "" where there is one
+    action_space: Space
     squash_output: bool
     frame_skip: int
     types: Any = None  # of an observation and a state in a loop over steps; None: as they come
@@ -1091,11 +1088,17 @@ class VectorEnv:
 
     def step_once(self, keys, states, action):
         """Step N environments once, without resets unless the environment's own step resets."""
-        step = self.env.step if self.resets_itself else self.env.step_env
+        step, right = self.env.step_env, "observation, state, reward, terminated, info"
+        if self.resets_itself:
+            step, right = self.env.step, right.replace("info", "truncated, info")
         result = jax.vmap(step, in_axes=(0, 0, 0, None))(keys, states, action, self.env_params)
-        check_step(self.env, result, self.resets_itself)
+        if len(result) != len(right.split(",")):
+            refuse("env", self.env, f"such that a step returns {right}, not {len(result)} values")
         obs, states, reward, terminated, *_, info = result
         if self.resets_itself:
+            if "final_observation" not in info:
+                right = "such that a step that resets has info['final_observation']"
+                refuse("env", self.env, right)
             truncated, final_obs = result[4], info["final_observation"]
         else:
             truncated = jax.vmap(self.env.is_truncated, (0, None))(states, self.env_params)
@@ -1115,16 +1118,15 @@ class VectorEnv:
     def to_environment(self, action):
         """Turn actions as a policy samples them, (N,) or (N, A), into the environment's."""
         space = self.action_space
-        if hasattr(space, "spaces"):
-            return tuple(jnp.moveaxis(action + first_values(space), -1, 0))
         action = action.reshape((*action.shape[:1], *space.shape))
-        if not is_box(space):
-            return action + first_values(space)
-        low = jnp.asarray(space.low, action.dtype)
-        high = jnp.asarray(space.high, action.dtype)
-        if self.squash_output:
-            action = low + (jnp.tanh(action) + 1) / 2 * (high - low)
-        return jnp.clip(action, low, high)
+        if space.kind == "box":
+            if self.squash_output:
+                action = space.low + (jnp.tanh(action) + 1) / 2 * (space.high - space.low)
+            return jnp.clip(action, space.low, space.high)
+        action = action + space.low
+        if space.kind == "tuple":
+            return tuple(jnp.moveaxis(action, -1, 0))
+        return action
 
     def cast(self, tree):
         """Give observations and states the types that they keep in a loop over steps."""
@@ -1148,10 +1150,9 @@ def bind_env(name, params, squash_output, frame_skip):
         else:
             env, env_params = name, name.default_params
         env_params = replace_params(name, env_params, params)
-        obs_space = env.observation_space(env_params)
-        action_space = env.action_space(env_params)
-    check_spaces(name, obs_space, action_space)
-    env = VectorEnv(env, env_params, obs_space, action_space, squash_output, frame_skip)
+        obs_spaces = read_obs_space(env.observation_space(env_params))
+        action_space = Space(env.action_space(env_params), "actions")
+    env = VectorEnv(env, env_params, obs_spaces, action_space, squash_output, frame_skip)
     return dataclasses.replace(env, types=loop_types(name, env))
 
 
@@ -1206,118 +1207,102 @@ def replace_params(env, env_params, given):
 
 def loop_types(name, env):
     """Return the types that suit observations and states of a reset and a step: the wider ones."""
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    kind = jnp.float32 if is_box(env.action_space) else jnp.int32
-    action = jax.ShapeDtypeStruct((1, *action_shape(env.action_space)), kind)
 
-    def step_from(start, keys, action):
-        return env.step_once(keys, start[1], env.to_environment(action))
-
-    def wider(first, second):
-        if first.dtype == second.dtype:
-            return first
-        return jax.ShapeDtypeStruct(first.shape, jnp.promote_types(first.dtype, second.dtype))
-
-    try:
-        start = jax.eval_shape(env.reset, keys)
+    def reset_and_step():
+        keys = jax.random.split(jax.random.key(0), 1)
+        kind = jnp.int32 if env.action_space.sizes else jnp.float32
+        action = jnp.zeros((1, math.prod(env.action_space.shape)), kind)
+        start = env.reset(keys)
         for _ in range(2):  # wider states may give wider observations
-            after, outcome = jax.eval_shape(step_from, start, keys, action)
+            after, outcome = env.step_once(keys, start[1], env.to_environment(action))
+            for what, value in zip(("a reward", "terminated", "truncated"), outcome):
+                if value.shape != (1,):
+                    refuse("env", name, f"such that {what} is a scalar, not of {value.shape[1:]}")
             shapes = jax.tree.map(jnp.shape, start)
             last = (outcome.final_obs, after[1])
             if jax.tree.map(jnp.shape, (after, last)) != (shapes, shapes):
                 refuse("env", name, "such that reset and step give observations and states alike")
-            start = jax.tree.map(wider, start, after)
+            start = choose(outcome.terminated, start, after)
+        return start
+
+    try:
+        types = jax.eval_shape(reset_and_step)
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError) as error:
         refuse("env", name, f"of gymnax's interface ({error})")
-    for what, value in zip(("a reward", "terminated", "truncated"), outcome):
-        if value.shape != (1,):
-            refuse("env", name, f"such that {what} is a scalar, not of {value.shape[1:]}")
-    shown = named_leaves(start[0])
-    for path, space in leaf_spaces(env.obs_space).items():
+    shown = named_leaves(types[0])
+    for path, space in env.obs_spaces.items():
         if path not in shown or shown[path].shape[1:] != tuple(space.shape):
-            refuse("env", name, f"such that observations are in its observation_space {space}")
-    return start
+            refuse("env", name, f"such that observations are in its observation_space {space.text}")
+    return types
 
 
-# Spaces are told apart by their attributes, so that gymnax's and gymnasium's both serve.
-def is_discrete(space):
-    """Tell whether a space is of n integers in a row."""
+class Space:
+    """What gymnax or gymnasium says of a space of values, in one form; attributes tell its kind.
+
+    kind: box, integer, integers, bits, or tuple (of integers). sizes: how many values each integer
+    can have; () of a box. low: the least values. high: the greatest, of a box. side: the shorter
+    side of an image (height, width, channels), else 0. is_pixels: whether an image's values are
+    bytes from 0 to 255. text: the space as its library writes it.
+    """
+
+    def __init__(self, space, what="observations"):
+        parts = getattr(space, "spaces", ())
+        self.text = str(space)
+        self.shape = getattr(space, "shape", None)
+        self.low = np.asarray(getattr(space, "start", 0), np.int32)
+        self.sizes = ()
+        self.side = 0
+        self.is_pixels = False
+        if hasattr(space, "low") and hasattr(space, "high"):
+            self.kind = "box"
+            self.low = np.asarray(space.low, np.float32)
+            self.high = np.asarray(space.high, np.float32)
+            if len(self.shape) == 3:
+                self.side = min(self.shape[:2])
+                are_bytes = space.dtype == np.uint8 and self.high.max() == 255
+                self.is_pixels = self.side >= 3 and are_bytes
+        elif is_integer(space):
+            self.kind = "integer"
+            self.sizes = (int(space.n),)
+        elif hasattr(space, "n"):
+            self.kind = "bits"
+            self.sizes = (2,) * math.prod(self.shape)
+        elif hasattr(space, "nvec"):
+            self.kind = "integers"
+            self.sizes = tuple(np.ravel(space.nvec).tolist())
+        elif parts and all(map(is_integer, parts)):
+            self.kind = "tuple"
+            self.shape = (len(parts),)
+            self.sizes = tuple(int(part.n) for part in parts)
+            self.low = np.array([getattr(part, "start", 0) for part in parts], np.int32)
+        else:
+            kinds = "Discrete, Box, MultiDiscrete or MultiBinary, or a Tuple of Discrete actions"
+            raise ConfigError(f"env: it has {what} in {space}; they must be in {kinds}")
+
+
+def is_integer(space):
+    """Tell whether a space of a library's is of one integer."""
     return hasattr(space, "n") and space.shape == ()
 
 
-def is_binary(space):
-    """Tell whether a space is of bits, as gymnasium's MultiBinary."""
-    return hasattr(space, "n") and space.shape != ()
-
-
-def is_box(space):
-    """Tell whether a space is of arrays between bounds."""
-    return hasattr(space, "low") and hasattr(space, "high")
-
-
-def is_image(space, smallest=3):
-    """Tell whether a space has the three axes of an image, large enough for a filter."""
-    return is_box(space) and len(space.shape) == 3 and min(space.shape[:2]) >= smallest
-
-
-def is_pixels(space):
-    """Tell whether a space is of images of bytes from 0 to 255."""
-    return is_image(space) and space.dtype == np.uint8 and np.max(space.high) == 255
-
-
-def action_sizes(space):
-    """Return the number of choices of each part of a space of integers; () for any other space."""
-    if is_discrete(space):
-        return (int(space.n),)
-    if is_binary(space):
-        return (2,) * math.prod(space.shape)
-    if hasattr(space, "nvec"):
-        return tuple(np.ravel(space.nvec).tolist())
-    parts = getattr(space, "spaces", ())
-    if isinstance(parts, dict) or not all(map(is_discrete, parts)):
-        return ()
-    return tuple(int(part.n) for part in parts)
-
-
-def first_values(space):
-    """Return the smallest integer of each part of a space of integers: 0, or its `start`."""
-    if hasattr(space, "spaces"):
-        return np.array([first_values(part) for part in space.spaces])
-    return np.asarray(getattr(space, "start", 0), np.int32)
-
-
-def action_shape(space):
-    """Return the shape of one action as a policy samples it."""
-    if is_discrete(space):
-        return ()
-    if is_box(space):
-        return (math.prod(space.shape),)
-    return (len(action_sizes(space)),)
-
-
-def named_parts(space):
-    """Return the parts of a Dict or Tuple space by name or place, without an action mask."""
-    parts = getattr(space, "spaces", {})
+def read_obs_space(space, path=""):
+    """Return the Spaces of a Dict's or Tuple's parts by path, as in a/b, without action masks."""
+    parts, leaves = getattr(space, "spaces", {}), {}
     if not isinstance(parts, dict):
-        return dict(enumerate(parts))
-    return {name: parts[name] for name in sorted(parts) if name != "action_mask"}
+        parts = dict(enumerate(parts))
+    for name in sorted(parts):
+        if name != "action_mask":
+            leaves |= read_obs_space(parts[name], f"{path}/{name}".strip("/"))
+    return leaves or {path: Space(space)}
 
 
-def leaf_spaces(space, path=""):
-    """Return the spaces that a Dict or Tuple is made of, by path as in a/b; "" for any other."""
-    leaves = {}
-    for name, part in named_parts(space).items():
-        leaves |= leaf_spaces(part, f"{path}/{name}".strip("/"))
-    return leaves or {path: space}
-
-
-def batch_shape(obs, space):
-    """Return the leading axes (…) of observations (…, *shape) of a space."""
-    for name, part in named_parts(space).items():
-        return batch_shape(obs[name], part)
-    return obs.shape[: obs.ndim - len(space.shape)]
+def batch_shape(obs, spaces):
+    """Return the leading axes (…) of observations (…, *shape) of spaces by path."""
+    path, space = next(iter(spaces.items()))
+    leaf = named_leaves(obs)[path]
+    return leaf.shape[: leaf.ndim - len(space.shape)]
 
 
 # ==================================================================================================
@@ -1385,6 +1370,41 @@ def unknown():
     return 0.0 if jax.config.jax_debug_nans else math.nan
 
 
+# With devices_per_agent, the devices of an agent meet here; with one device nothing happens.
+
+
+def average(config, tree):
+    """Return the mean of each array over an agent's devices."""
+    if config.devices_per_agent == 1:
+        return tree
+    return jax.lax.pmean(tree, "devices")
+
+
+def gather(config, tree):
+    """Join the arrays (…, N) of an agent's devices along the last axis."""
+    if config.devices_per_agent == 1:
+        return tree
+
+    def join(x):
+        return jax.lax.all_gather(x, "devices", axis=x.ndim - 1, tiled=True)
+
+    return jax.tree.map(join, tree)
+
+
+def own_part(config, x):
+    """Return this device's part (N,) of an array that `gather` joined."""
+    if config.devices_per_agent == 1:
+        return x
+    return split_axis(x, config.devices_per_agent)[jax.lax.axis_index("devices")]
+
+
+def own_key(config, key):
+    """Return a random key that no other of an agent's devices has."""
+    if config.devices_per_agent == 1:
+        return key
+    return jax.random.fold_in(key, jax.lax.axis_index("devices"))
+
+
 def count_timesteps(config, n_updates):
     """Return the steps of n_updates updates; in a run beyond 31 bits as a float, which rounds."""
     kind = jnp.int32
@@ -1393,11 +1413,12 @@ def count_timesteps(config, n_updates):
     return n_updates * jnp.asarray(config.rollout_size, kind)
 
 
-def count_episodes(agent, rollout):
+def count_episodes(config, agent, rollout):
     """Return the agent with the returns and lengths of the episodes that a rollout ended."""
     done = rollout.terminated | rollout.truncated
     per_step = jnp.stack([rollout.reward, jnp.ones_like(rollout.reward)], axis=1)  # (T, 2, N)
     sums, episode_sums = discounted_sum(per_step, done[:, None], agent.episode_sums, 1.0)
+    sums, done = gather(config, (sums, done))
     n_ended = jnp.cumsum(done.ravel(), dtype=jnp.int32)
     window = agent.recent_episodes.shape[1]
     age = jnp.arange(window)  # 0 is the newest
@@ -1415,6 +1436,27 @@ def mean_episode(agent):
     """Return the mean return and length, (2,), of recent episodes; NaN before the first ended."""
     means = jnp.sum(agent.recent_episodes, axis=1) / jnp.maximum(agent.n_recent, 1)
     return jnp.where(agent.n_recent > 0, means, unknown())
+
+
+def find_failures(config, agent, rollout, report, n_updates):
+    """Return the agent's `failing_since` after an update. rollout: with rewards as they came."""
+    obs_is_finite = all_finite((rollout.obs, rollout.final_obs))
+    reward_is_finite = all_finite(rollout.reward)
+    is_finite = jnp.stack([obs_is_finite, reward_is_finite, report["skipped_steps"] == 0])
+    if config.devices_per_agent > 1:
+        is_finite = average(config, is_finite.astype(jnp.float32)) == 1  # on all of them
+    since = jnp.where(agent.failing_since > 0, agent.failing_since, n_updates)
+    return jnp.where(is_finite, 0, since)
+
+
+def all_finite(tree):
+    """Tell whether all numbers of a tree are finite."""
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+
+
+def has_norm(tree):
+    """Tell whether a tree's global norm is finite, which costs little where the norm is needed."""
+    return jnp.isfinite(sum(jnp.sum(x * x) for x in jax.tree.leaves(tree)))
 
 
 def discounted_sum(values, done, start, discount):
@@ -1442,21 +1484,25 @@ class RunningStatistics:
     variance: jax.Array
 
 
-def update_statistics(statistics, samples):
-    """Take in samples (…, *mean's shape).
+def update_statistics(config, statistics, samples):
+    """Take in samples (…, *mean's shape), as many from each of an agent's devices.
 
     Chan et al., 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
     equation 2.1, with fractions of the whole in place of counts, and differences from the mean so
     far in place of samples: float32 keeps its digits, however many samples and however large.
+    Samples that are not finite would stay in the mean for ever: nothing is taken in with them.
     """
     difference = (samples - statistics.mean).astype(jnp.float32)
     difference = difference.reshape((-1, *statistics.mean.shape))
-    count = statistics.count + len(difference)
-    new = len(difference) / count  # the fraction of all samples that is new
-    shift = jnp.mean(difference, axis=0)
-    variance = jnp.mean(jnp.square(difference - shift), axis=0) - statistics.variance
+    n_new = len(difference) * config.devices_per_agent
+    count = statistics.count + n_new
+    new = n_new / count  # the fraction of all samples that is new
+    shift = average(config, jnp.mean(difference, axis=0))
+    variance = average(config, jnp.mean(jnp.square(difference - shift), axis=0))
+    variance = variance - statistics.variance
     variance = statistics.variance + new * variance + new * (1 - new) * jnp.square(shift)
-    return RunningStatistics(count, statistics.mean + new * shift, variance)
+    updated = RunningStatistics(count, statistics.mean + new * shift, variance)
+    return choose(all_finite(updated), updated, statistics)
 
 
 def init_statistics(config, env):
@@ -1469,22 +1515,22 @@ def init_statistics(config, env):
     fields = dict(obs_statistics=None, return_statistics=None, discounted_return=None)
     if config.normalize_obs:
         fields["obs_statistics"] = {}
-        for path, space in leaf_spaces(env.obs_space).items():
-            if is_box(space) and not is_pixels(space):
+        for path, space in env.obs_spaces.items():
+            if space.kind == "box" and not space.is_pixels:
                 fields["obs_statistics"][path] = nothing(space.shape)
     if config.normalize_reward:
         fields["return_statistics"] = nothing(())
-        fields["discounted_return"] = jnp.zeros(config.n_envs, jnp.float32)
+        fields["discounted_return"] = jnp.zeros(config.envs_per_device, jnp.float32)
     return fields
 
 
-def observe(agent, rollout):
+def observe(config, agent, rollout):
     """Return the agent with a rollout's observations in its statistics, if the agent has any."""
     if agent.obs_statistics is None:
         return agent
     obs, statistics = named_leaves(rollout.obs), {}
     for path, known in agent.obs_statistics.items():
-        statistics[path] = update_statistics(known, obs[path])
+        statistics[path] = update_statistics(config, known, obs[path])
     return agent.replace(obs_statistics=statistics)
 
 
@@ -1513,8 +1559,9 @@ def normalize_reward(config, agent, rollout):
         return agent, rollout
     done = rollout.terminated | rollout.truncated
     totals, rest = discounted_sum(rollout.reward, done, agent.discounted_return, config.gamma)
-    statistics = update_statistics(agent.return_statistics, totals)
+    statistics = update_statistics(config, agent.return_statistics, totals)
     reward = rollout.reward * jax.lax.rsqrt(statistics.variance + 1e-8)
+    rest = jnp.where(jnp.isfinite(rest), rest, 0.0)
     agent = agent.replace(discounted_return=rest, return_statistics=statistics)
     return agent, rollout._replace(reward=jnp.clip(reward, -10.0, 10.0))
 
@@ -1591,14 +1638,12 @@ def named_leaves(tree):
 
 def import_gymnax():
     """`import gymnax`, but its drawing libraries only when used: 0.2 instead of 1.3 seconds."""
-    names = ["seaborn", "matplotlib.pyplot"]
-    names = [name for name in names if name not in sys.modules and "gymnax" not in sys.modules]
-    for name in names:
-        sys.modules[name] = LateModule(name)
+    late = {"seaborn", "matplotlib.pyplot"} - sys.modules.keys()
+    sys.modules.update({name: LateModule(name) for name in late})
     try:
         return importlib.import_module("gymnax")
     finally:
-        for name in names:
+        for name in late:
             del sys.modules[name]
 
 
@@ -1616,8 +1661,8 @@ def block_length(n_steps):
 
 def draw_minibatches(config, key):
     """Return indices of sequences (n_epochs, n_minibatches, …), each epoch a fresh partition."""
-    n_sequences = config.rollout_size // config.sequence_length
-    keys = jax.random.split(key, config.n_epochs)
+    n_sequences = config.envs_per_device * config.n_steps // config.sequence_length
+    keys = jax.random.split(own_key(config, key), config.n_epochs)
     orders = jax.vmap(shuffle, in_axes=(0, None))(keys, n_sequences)
     return orders.reshape((config.n_epochs, config.n_minibatches, -1))
 
@@ -1792,11 +1837,11 @@ def read_choice(choices, name, value):
     return choice
 
 
-def read_sizes(name, value):
-    """Return the widths of layers, as a tuple."""
+def read_wholes(low, name, value):
+    """Return whole numbers from `low` on, as a tuple."""
     if not isinstance(value, list | tuple):
         value = (value,)
-    return tuple(read_whole(1, 2**31 - 1, name, width) for width in value)
+    return tuple(read_whole(low, 2**31 - 1, name, number) for number in value)
 
 
 def read_arguments(name, value):
@@ -1814,6 +1859,11 @@ def read_arguments(name, value):
         shown = " ".join(map(str, np.ravel(value)))
         refuse(name, shown, "names with values, as in name=1")
     return tuple(sorted(arguments.items()))
+
+
+def read_names(name, value):
+    """Return names as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 def read_text(name, value):
@@ -1845,10 +1895,12 @@ READERS = {  # kind of a static setting: how it is read
     "verbose": functools.partial(read_choice, (0, 1, 2)),
     "device": functools.partial(read_choice, ("auto", "cpu", "gpu", "tpu")),
     "switch": read_switch,
-    "sizes": read_sizes,
+    "sizes": functools.partial(read_wholes, 1),
     "arguments": read_arguments,
     "text": read_text,
     "function": read_function,
+    "names": read_names,
+    "numbers": functools.partial(read_wholes, 0),
     "object": read_object,
 }
 NUMBERS = {  # kind of a traced setting: the least and the greatest number, and both in words
@@ -1943,10 +1995,16 @@ def check_config(config):
     if config.n_steps % length:
         near = nearest_divisors(length, config.n_steps)
         refuse("sub_traj_len", length, f"a divisor of n_steps = {config.n_steps}, as {near}")
+    n_devices = config.devices_per_agent
+    if config.n_envs % n_devices:
+        near = nearest_divisors(n_devices, config.n_envs)
+        refuse("devices_per_agent", n_devices, f"a divisor of n_envs = {config.n_envs}, as {near}")
     batch_size = min(config.batch_size or config.minibatch_size, size)
-    if size % batch_size or batch_size % length:
-        near = nearest_divisors(batch_size / length, size // length, length)
+    unit = length * n_devices
+    if size % batch_size or batch_size % unit:
+        near = nearest_divisors(batch_size / unit, size // unit, unit)
         windows = f" in windows of sub_traj_len = {length}" * config.is_recurrent
+        windows += f" on each of {n_devices} devices" * (n_devices > 1)
         right = f"a divisor of the rollout of n_envs * n_steps = {size} samples{windows}, as {near}"
         refuse("batch_size", batch_size, right)
     if batch_size == 1 and config.normalize_advantage:
@@ -1976,42 +2034,21 @@ def check_env(env, name=None):
             raise ConfigError(f"env: {env!r} is no environment of gymnax{near}")
 
 
-def check_spaces(name, obs_space, action_space):
-    """Refuse an environment whose spaces no network can serve."""
-    for space in (*leaf_spaces(obs_space).values(), action_space):
-        if not is_box(space) and not action_sizes(space):
-            kinds = "Discrete, Box, MultiDiscrete or MultiBinary, or a Tuple of Discrete actions"
-            which = "actions" if space is action_space else "observations"
-            raise ConfigError(f"env: {name!r} has {which} in {space}; it must be {kinds}")
-
-
 def check_policy(config, env):
     """Refuse a policy whose settings do not suit the environment's spaces."""
     space = env.action_space
+    shown = f"{config.env!r} has {space.text}"
     for name in ("squash_output", "use_sde"):
-        if getattr(config, name) and not is_box(space):
-            raise ConfigError(f"{name}: True needs continuous actions; {config.env!r} has {space}")
+        if getattr(config, name) and space.sizes:
+            raise ConfigError(f"{name}: True needs continuous actions; {shown}")
     if config.squash_output and not np.isfinite(np.subtract(space.high, space.low)).all():
-        raise ConfigError(f"squash_output: True needs finite bounds; {config.env!r} has {space}")
-    smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy)
-    parts = leaf_spaces(env.obs_space).values()
-    for part in parts:
-        is_suited = smallest is None or is_image(part, smallest)
-        if not is_suited and (len(parts) == 1 or is_image(part)):
+        raise ConfigError(f"squash_output: True needs finite bounds; {shown}")
+    smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy, 0)
+    for part in env.obs_spaces.values():
+        if part.side < smallest and (len(env.obs_spaces) == 1 or part.side >= 3):
             needs = f"images (height, width, channels) from {smallest} by {smallest} on"
-            shown = f"{config.env!r} shows {part}; use mlp"
+            shown = f"{config.env!r} shows {part.text}; use mlp"
             raise ConfigError(f"policy: {config.policy!r} needs {needs}; {shown}")
-
-
-def check_step(env, result, resets_itself):
-    """Refuse an environment whose step does not return what gymnax's interface says."""
-    right = "observation, state, reward, terminated, info"
-    if resets_itself:
-        right = "observation, state, reward, terminated, truncated, info"
-    if len(result) != len(right.split(",")):
-        refuse("env", env, f"such that a step returns {right}, not {len(result)} values")
-    if resets_itself and "final_observation" not in result[-1]:
-        refuse("env", env, "such that a step that resets has info['final_observation']")
 
 
 def check_output(result, n_results, batch, action_space):
@@ -2028,13 +2065,15 @@ def check_output(result, n_results, batch, action_space):
     if shape != batch:
         right = f"of shape {shape}; it must be {batch}, as [..., 0] of a Dense(1)"
         raise ConfigError(f"policy: the module returns values {right}")
-    shape = (*batch, *action_shape(action_space))
+    shape = batch
+    if action_space.kind != "integer":
+        shape = (*batch, math.prod(action_space.shape))
     found = jax.eval_shape(distribution.mode).shape
-    n_choices = sum(action_sizes(action_space))
+    n_choices = sum(action_space.sizes)
     logits = getattr(distribution, "logits", jnp.zeros(n_choices))
     if found != shape or logits.shape[-1] != n_choices:
         found = f"actions of shape {found} among {logits.shape[-1]}"
-        raise ConfigError(f"policy: the module gives {found}; it must serve {action_space}")
+        raise ConfigError(f"policy: the module gives {found}; it must serve {action_space.text}")
 
 
 def check_report(config, report):
@@ -2203,7 +2242,7 @@ def make_policy(config, agent):
 
     def policy(obs, key=None, memory=None):
         obs = jax.tree.map(np.asarray, obs, is_leaf=lambda x: isinstance(x, list))
-        batch = batch_shape(obs, env.obs_space)
+        batch = batch_shape(obs, env.obs_spaces)
         if not batch:
             obs = jax.tree.map(lambda x: x[None], obs)
         if memory is None:
@@ -2219,6 +2258,117 @@ def make_policy(config, agent):
 # ==================================================================================================
 # 9. Populations
 # ==================================================================================================
+
+
+class Population(NamedTuple):
+    """Agents that one compiled program trains: what `train_population` takes, and their names."""
+
+    config: PPOConfig  # a number in which agents differ is an array (S,)
+    keys: jax.Array  # (S,)
+    rows: list[dict]  # of each agent: `setting`, `seed` within it, and the swept settings
+
+
+def grid(config, n_seeds=1, seed=0, n_samples=None, **values):
+    """Return populations that train n_seeds agents for each combination of settings' values.
+
+    values: a list for each swept setting. n_samples: train this many combinations, drawn at random;
+    a text such as uniform_0.9_0.999 or log_uniform_1e-5_1e-2 then stands for all numbers between.
+    seed: of the draws and of the agents' keys, which are the same for all settings.
+
+    Numbers share one population, and with it one compiled program. Settings that decide shapes or
+    code have a population for each combination. Raises `ConfigError` for a value that cannot work.
+
+        for population in grid(config, learning_rate=[1e-4, 1e-3], n_seeds=8):
+            agents, metrics = train_population(population)
+    """
+    for name in values:
+        if name not in fields_of(PPOConfig):
+            raise ConfigError(f"{name}: no such setting{closest(name, fields_of(PPOConfig))}")
+    values = pick(values, fields_of(PPOConfig))
+    settings = list_settings(config.replace, values, n_samples, seed)
+    return make_populations(settings, n_seeds, seed)
+
+
+def list_settings(make_config, values, n_samples=None, seed=0):
+    """Return pairs of the chosen values and a config: all combinations, or n_samples drawn ones."""
+    for name, choices in values.items():
+        if not isinstance(choices, list) or not choices:
+            refuse(name, choices, "a value, or a list of several")
+    is_random = [name for name in values if any(map(find_range, values[name]))]
+    if n_samples is None:
+        for name in is_random:
+            refuse(name, values[name], "numbers, or n_samples be set to draw some from a range")
+        combinations = itertools.product(*values.values())
+    else:
+        if not is_random and all(len(choices) == 1 for choices in values.values()):
+            refuse("n_samples", n_samples, "left out where no setting has several values")
+        generator = np.random.default_rng(seed)
+        combinations = []
+        for _ in range(n_samples):
+            combinations.append([draw_value(generator, *item) for item in values.items()])
+    settings = []
+    for combination in combinations:
+        chosen = dict(zip(values, combination))
+        settings.append((chosen, make_config(**chosen)))
+    return settings
+
+
+def find_range(value):
+    """Match a text such as uniform_0.9_0.999 or log_uniform_1e-5_1e-2."""
+    return re.fullmatch(r"(log_)?uniform_([^_]+)_([^_]+)", str(value))
+
+
+def draw_value(generator, name, choices):
+    """Return one of the choices at random; of a range, a number in it with four digits."""
+    choice = choices[generator.integers(len(choices))]
+    found = find_range(choice)
+    if not found:
+        return choice
+    low, high = read_word(found[2]), read_word(found[3])
+    are_numbers = isinstance(low, int | float) and isinstance(high, int | float)
+    if name not in TRACED or not are_numbers or not low < high or (found[1] and low <= 0):
+        right = "of a setting that is a number, and like uniform_0.9_0.999 or log_uniform_1e-5_1e-2"
+        refuse(name, choice, right)
+    if found[1]:
+        return float(f"{math.exp(generator.uniform(math.log(low), math.log(high))):.4g}")
+    return float(f"{generator.uniform(low, high):.4g}")
+
+
+def make_populations(settings, n_seeds, seed, evolve=()):
+    """Return populations of pairs of chosen values and a config, those of one program together.
+
+    evolve: names of numbers whose values are what agents of one setting begin with; each setting
+    is a population of its own then.
+    """
+    n_keys = n_seeds * len(settings) if evolve else n_seeds
+    keys = jax.random.split(jax.random.key(seed), n_keys)
+    groups, known = {}, {}
+    for chosen, config in settings:
+        names = [name for name in chosen if name not in evolve]
+        shown = {name: plain_setting(name, getattr(config, name)) for name in names}
+        shown = {name: "None" if value is None else value for name, value in shown.items()}
+        number, agents = known.setdefault(str(shown), (len(known), []))
+        if agents and not evolve:
+            continue  # given twice
+        program = jax.tree.structure(config)
+        if evolve:
+            program = (number, program)
+        for _ in range(n_seeds):
+            row = {"setting": number, "seed": len(agents), **shown}
+            agents.append(row)
+            groups.setdefault(program, []).append((config, row))
+    populations = []
+    for group in groups.values():
+        configs, rows = zip(*group)
+        config = jax.tree.map(stack_numbers, *configs)
+        seeds = np.array([row["seed"] for row in rows])
+        populations.append(Population(config, keys[seeds], list(rows)))
+    return populations
+
+
+def stack_numbers(*numbers):
+    """Return an array of numbers, or the number if all are the same."""
+    return numbers[0] if len(set(map(float, numbers))) == 1 else np.float32(numbers)
 
 
 def use_every_core():
@@ -2240,53 +2390,55 @@ FIRST_METRICS = ("timesteps", "return", "length")  # the others follow by name
 
 def train_population(
     config,
-    start,
+    start=None,
     callback=None,
     callback_seconds=0.5,
     run_dir=None,
     reset_num_timesteps=False,
     progress_bar=None,
+    memory_limit=None,
+    evolve=(),
+    evolve_every=None,
 ):
-    """Train an agent for each key on all local devices: `jax.vmap(train, (None, 0))`, but faster.
+    """Train an agent for each key on all devices: `jax.vmap(train, (None, 0))`, but faster.
 
-    start: keys (S,), or agents of an earlier run, which go on to config.total_timesteps in all. A
-    number in the config may be an array (S,): each agent then has its own.
+    config, start: a config, of which a number may be an array (S,): each agent then has its own;
+    and keys (S,), or agents of an earlier run, which go on to config.total_timesteps in all. Or a
+    population of `grid` in place of both.
     callback: called as callback(timesteps, metrics, agents) between chunks of updates, about every
     callback_seconds, with the chunk's metrics (S, updates); ends the run where it returns true. The
     agents are valid until the callback returns.
     run_dir: the folder for what was learnt before an exception; None: a new temporary one.
     reset_num_timesteps: let agents of an earlier run begin a new one, environments reset.
     progress_bar: show progress; None: in a notebook alone.
+    memory_limit: bytes that training may take on each device; None: what a GPU has. Agents that do
+    not fit at once take turns.
+    evolve: names of numbers that the population finds by itself (`exchange`), every evolve_every
+    updates (None: twenty times in a run). The metrics hold these numbers too.
 
-    Returns agents and metrics (NumPy) as `train` does, with a leading axis of S. Chunks change no
-    number, and bound the memory of a long run.
+    Returns agents and metrics (NumPy) as `train` does, with a leading axis of S; with several
+    processes, this process's agents. Chunks and turns change no number.
     """
-    agents = first_agents(config, start, reset_num_timesteps)
-    done = int(agents.n_updates[0])
-    capacity = min(config.n_updates, CHUNK_UPDATES)
-    train_chunk = on_every_device(train_updates, donate=(1,), capacity=capacity)
-    bar = make_bar(config, done, progress_bar)
-    size = 1
+    if isinstance(config, Population):
+        config, start, _ = config
+    n_agents = check_start(config, start, reset_num_timesteps)
+    n_done = 0
+    if isinstance(start, Agent) and not reset_num_timesteps:
+        n_done = int(start.n_updates[0])
+    bar = make_bar(progress_bar, config, n_agents, n_done)
     if bar.disable and callback is None:
-        size = capacity
-    history, stop = [], False
+        callback_seconds = math.inf
+    options = dict(restart=reset_num_timesteps, memory_limit=memory_limit)
+    options |= dict(evolve=evolve, evolve_every=evolve_every)
+    chunks = train_chunks(config, start, n_agents, callback_seconds, **options)
+    history, agents = [], None
     try:
-        while done < config.n_updates and not stop:
-            n_updates = min(size, capacity, config.n_updates - done)
-            begin = time.perf_counter()
-            agents, metrics = train_chunk(config, agents, jnp.int32(n_updates))
-            metrics = to_host(config, metrics, done, n_updates)
+        for config, agents, metrics in chunks:
             history.append(metrics)
-            done += n_updates
-            pace = callback_seconds / (time.perf_counter() - begin)
-            if size < capacity:
-                size = max(1, min(int(n_updates * pace), 2 * size))
-            timesteps = done * config.rollout_size
-            mean_return = known_mean(metrics["return"][:, -1])
-            bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
-            bar.update(timesteps - bar.n)
-            if callback:
-                stop = callback(timesteps, metrics, agents)
+            show_progress(bar, config, metrics)
+            timesteps = int(metrics["timesteps"][0, -1])
+            if callback and callback(timesteps, metrics, agents):
+                break
     except BaseException as error:
         if history and not agents.n_updates.is_deleted():  # as they are where a chunk failed
             folder = run_dir or tempfile.mkdtemp(prefix="ppo_jax-")
@@ -2299,17 +2451,155 @@ def train_population(
     return agents, pick(metrics, history[0])
 
 
-def first_agents(config, start, reset_num_timesteps):
-    """Return the agents (S, …) of keys or of an earlier run, checked against the config."""
+def train_chunks(
+    config, start, n_agents, seconds, restart=False, memory_limit=None, evolve=(), evolve_every=None
+):
+    """Train a population as `train_population` says; yield its state after each chunk of updates.
+
+    The state: the config, in which `evolve` changes numbers; agents (S, …), valid until the next
+    chunk; the chunk's metrics (S, updates). seconds: what a chunk is to take, about.
+    """
+    evolve = tuple(evolve)
+    check_evolving(config, evolve)
+    train = training_program(config, evolve, n_agents)
+    turns = plan_turns(train, config, n_agents, memory_limit)
+    if evolve and turns.shape[1] < n_agents:
+        refuse("evolve", evolve, "left out where agents take turns, or several processes train")
+    states = first_states(config, start, restart, turns, n_agents)
+    done = int(states[0][1].n_updates[0])
+    generation = evolve_every or max(1, config.n_updates // 20)
+    capacity = min(config.n_updates, CHUNK_UPDATES)
+    size = capacity if math.isinf(seconds) else 1
+    while done < config.n_updates:
+        n_updates = min(size, capacity, config.n_updates - done)
+        if evolve:
+            n_updates = min(n_updates, generation - done % generation)
+        limits = (jnp.int32(n_updates), done > 0 and done % generation == 0)
+        done += n_updates
+        begin = time.perf_counter()
+        reports = []
+        for turn, state in enumerate(states):
+            states[turn], report = take_turn(train, state, limits, evolve, len(states) > 1)
+            reports.append(report)
+        metrics = jax.tree.map(lambda *parts: np.concatenate(parts), *reports)
+        duration, metrics = from_processes((np.array([time.perf_counter() - begin]), metrics))
+        if size < capacity:
+            size = max(1, min(int(n_updates * seconds / duration.max()), 2 * size))
+        metrics = {name: x[:n_agents, :n_updates] for name, x in metrics.items()}
+        updates = np.arange(done - n_updates + 1, done + 1, dtype=np.int64)
+        timesteps = np.broadcast_to(updates * config.rollout_size, metrics["return"].shape)
+        metrics["timesteps"] = timesteps
+        if evolve:
+            config = trim(states[0][0], n_agents)
+        yield config, join_turns(states, n_agents), pick(metrics, FIRST_METRICS) | metrics
+
+
+def training_program(config, evolve, n_agents):
+    """Return `train_chunk` for the compiler."""
+    capacity = min(config.n_updates, CHUNK_UPDATES)
+    options = dict(capacity=capacity, evolve=tuple(evolve), n_agents=n_agents)
+    return compiled(train_chunk, donate=(1,), **options)
+
+
+def train_chunk(config, agents, n_updates, is_generation, capacity, evolve, n_agents):
+    """Train all agents (rows, …) for n_updates; when a generation begins, let them evolve first."""
+    if evolve:
+        change = functools.partial(exchange, evolve, n_agents)
+        config, agents = jax.lax.cond(is_generation, change, lambda *same: same, config, agents)
+    train = functools.partial(train_updates, capacity=capacity)
+    agents, metrics = spread(train, config, agents, n_updates)
+    return config, agents, metrics
+
+
+def take_turn(train, state, limits, evolve, moves):
+    """Train agents for a chunk; returns their state and metrics (rows, capacity), on the host.
+
+    state: config and agents. limits: of `train_chunk`. moves: whether the agents' place is the host
+    and they are on the devices for this chunk alone.
+    """
+    if moves:
+        state = jax.device_put(state, places_of(state))
+    *state, metrics = train(*state, *limits)
+    metrics = jax.tree.map(np.asarray, metrics)
+    for name in evolve:
+        numbers = np.asarray(base_number(getattr(state[0], name)))
+        metrics[name] = np.broadcast_to(numbers[:, None], metrics["return"].shape)
+    if moves:
+        state = put_on_host(state)
+    return state, metrics
+
+
+def exchange(names, n_agents, config, agents):
+    """Let the worst fifth copy what agents of the best fifth learnt, and change numbers for each.
+
+    A copy's number is 0.8 or 1.2 times that of its source; of a fraction such as gamma, its
+    distance from 1 is. names: of these numbers. Rows from n_agents on repeat the first ones.
+    Jaderberg et al., "Population Based Training of Neural Networks", 2017,
+    https://arxiv.org/abs/1711.09846
+    """
+    episode_return, _ = jax.vmap(mean_episode)(agents)[:n_agents].T
+    order = jnp.argsort(jnp.where(jnp.isnan(episode_return), -jnp.inf, episode_return))
+    n_copies = max(1, n_agents // 5)
+    key = jax.random.fold_in(agents.key[0], agents.n_updates[0])
+    source_key, *keys = jax.random.split(key, 1 + len(names))
+    best = jax.random.choice(source_key, order[-n_copies:], (n_copies,))
+    source = jnp.arange(n_agents).at[order[:n_copies]].set(best)
+    is_copy = source != jnp.arange(n_agents)
+    repeats = jnp.arange(len(agents.n_updates)) % n_agents
+    copied = learnt(agents) | pick(vars(agents), ("recent_episodes", "n_recent"))
+    agents = agents.replace(**jax.tree.map(lambda x: x[source[repeats]], copied))
+    changes = {}
+    for name, key in zip(names, keys):
+        factor = jnp.where(jax.random.bernoulli(key, shape=(n_agents,)), 1.2, 0.8)
+        factor = jnp.where(is_copy, factor, 1.0)[repeats]
+        value = jax.tree.map(lambda x: x[source[repeats]], getattr(config, name))
+        changes[name] = change_number(name, value, factor)
+    state = (config.replace(**changes), agents)
+    return jax.lax.with_sharding_constraint(state, places_of(state))
+
+
+def base_number(value):
+    """Return a number, or that from which a schedule starts."""
+    return value.initial if isinstance(value, Schedule) else value
+
+
+def change_number(name, value, factor):
+    """Return a setting's value times a factor; of a fraction, its distance from 1 is."""
+    if isinstance(value, Schedule):
+        return value.replace(initial=change_number(name, value.initial, factor))
+    if fields_of(PPOConfig)[name].metadata["kind"] == "fraction":
+        return 1 - jnp.minimum(1, (1 - value) * factor)
+    return value * factor
+
+
+def check_evolving(config, names):
+    """Refuse to evolve what is not a number of every agent."""
+    for name in names:
+        value = getattr(config, name, None)
+        if name not in TRACED or isinstance(value, tuple | jax.tree_util.Partial | None):
+            known = ", ".join(name for name in TRACED if getattr(config, name) is not None)
+            refuse("evolve", name, f"a number or a schedule among {known}")
+        kind = fields_of(PPOConfig)[name].metadata["kind"]
+        if np.any(np.equal(base_number(value), 1 if kind == "fraction" else 0)):
+            refuse(name, base_number(value), "another one to begin with, for evolve multiplies it")
+
+
+def check_start(config, start, restart):
+    """Return the number of agents of keys or of an earlier run, checked against the config."""
     if isinstance(start, Agent):
-        check_swept(config, len(start.n_updates))
-        check_resumable(config, start, reset_num_timesteps)
-        return on_every_device(continue_agent, restart=reset_num_timesteps)(config, start)
-    is_typed = jnp.issubdtype(start.dtype, jax.dtypes.prng_key)
-    if start.ndim < (1 if is_typed else 2) or not len(start):
-        refuse("start", start, "several keys, as jax.random.split(key, 4) gives them")
-    check_swept(config, len(start))
-    return init_population(config, start)
+        if not start.n_updates.ndim:
+            refuse("start", start, "several agents, as jax.vmap(train) gives them")
+        n_agents = len(start.n_updates)
+        check_resumable(config, start, restart)
+    else:
+        n_axes = 2  # of keys of the old kind
+        if hasattr(start, "dtype") and jnp.issubdtype(start.dtype, jax.dtypes.prng_key):
+            n_axes = 1
+        if np.ndim(start) < n_axes or not len(start):
+            refuse("start", start, "several keys, as jax.random.split(key, 4) gives them")
+        n_agents = len(start)
+    check_swept(config, n_agents)
+    return n_agents
 
 
 def check_swept(config, n_agents):
@@ -2330,6 +2620,10 @@ def check_resumable(config, agents, restart):
         if agents.n_steps != config.n_steps:
             right = f"{agents.n_steps}, by which steps were counted, or reset_num_timesteps be set"
             refuse("n_steps", config.n_steps, right)
+        n_envs = agents.episode_sums.shape[-1]
+        if n_envs != config.n_envs:
+            right = f"{n_envs}, as the agents have, or reset_num_timesteps be set"
+            refuse("n_envs", config.n_envs, right)
         done = int(agents.n_updates[0]) * config.rollout_size
         if done >= config.total_timesteps:
             right = f"above the {done} that are done, or reset_num_timesteps be set"
@@ -2350,65 +2644,201 @@ def learnt(agent):
 def empty_agent(config):
     """Return one of a config's agents with shapes and dtypes in place of arrays."""
     first = jax.tree.map(lambda leaf: np.ravel(leaf)[0], config)  # of each swept number
+    first = first.replace(devices_per_agent=1)  # the shapes are those of all devices together
     return jax.eval_shape(init_agent, first, jax.random.key(0))
 
 
-def continue_agent(config, agent, restart):
-    """Return a copy of an agent; restart: at the start of a new run, its environments reset."""
+def begin_agent(config, start, restart):
+    """Return the agent of a key, or a copy of an agent; restart: with its environments reset."""
+    if not isinstance(start, Agent):
+        return init_agent(config, start)
     if restart:
-        return init_agent(config, agent.key).replace(**learnt(agent))
-    return agent
+        return init_agent(config, start.key).replace(**learnt(start))
+    return start
 
 
-def to_host(config, metrics, done, n_updates):
-    """Return a chunk's metrics (S, n_updates) as NumPy arrays, with steps counted in 64 bits."""
-    metrics = jax.tree.map(lambda x: np.asarray(x)[:, :n_updates], metrics)
-    timesteps = np.arange(done + 1, done + n_updates + 1, dtype=np.int64) * config.rollout_size
-    metrics["timesteps"] = np.broadcast_to(timesteps, metrics["return"].shape)
-    return pick(metrics, FIRST_METRICS) | metrics
+def plan_turns(train, config, n_agents, memory_limit):
+    """Return which agents this process trains: rows (turns, agents at a time), some repeated.
+
+    train: what `compiled` returns. memory_limit: bytes for each device; None: what it has, if JAX
+    knows. The program tells what it takes; one program serves for all turns.
+    """
+    n_processes = jax.process_count()
+    n_local = -(-n_agents // n_processes)
+    mesh = make_mesh(config, n_local)
+    n_places = mesh.shape["agents"]
+    n_rows = -(-n_local // n_places) * n_places  # a device without work repeats some
+    memory = mesh.devices[0, 0].memory_stats()
+    if memory_limit is None and memory:
+        memory_limit = memory["bytes_limit"] - memory["bytes_in_use"]
+        memory_limit = from_processes(np.array([memory_limit], np.float32)).min()
+    fits = memory_limit is None
+    while not fits:
+        needed = memory_of(train, config, n_rows)
+        fits = needed <= memory_limit
+        if not fits and n_rows == n_places:
+            right = f"at least {needed}, the bytes that one agent takes"
+            refuse("memory_limit", memory_limit, right)
+        if not fits:
+            fewer = int(n_rows * memory_limit / needed) // n_places * n_places
+            n_rows = max(n_places, min(fewer, n_rows - n_places))
+    n_turns = -(-n_local // n_rows)
+    rows = np.arange(n_processes * n_turns * n_rows) % n_agents
+    return rows.reshape((n_processes, n_turns, n_rows))[jax.process_index()]
 
 
-def init_population(config, keys):
-    """Return untrained agents, one for each key (S,), with a leading axis of S."""
-    return on_every_device(init_agent)(config, keys)
+def memory_of(train, config, n_rows):
+    """Return the bytes on one device that training n_rows agents takes, and compile it for them."""
+
+    def shape_of(leaf, place=None):
+        return jax.ShapeDtypeStruct((n_rows, *leaf.shape), leaf.dtype, sharding=place)
+
+    numbers = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), config)
+    state = jax.tree.map(shape_of, (numbers, empty_agent(config)))
+    places = jax.tree.broadcast(places_of(state), state)
+    inputs = jax.tree.map(lambda x, place: x.update(sharding=place), state, places)
+    memory = train.lower(*inputs, jnp.int32(1), False).compile().memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return arrays + memory.temp_size_in_bytes - memory.alias_size_in_bytes
+
+
+def first_states(config, start, restart, turns, n_agents):
+    """Return the config and the agents of each turn, as training begins."""
+    begin = on_every_device(begin_agent, restart=restart)
+    states = []
+    for rows in turns:
+
+        def take(x):
+            return np.broadcast_to(np.float32(x), n_agents)[rows]  # noqa: B023
+
+        numbers = jax.tree.map(take, config)
+        agents = begin(numbers, jax.tree.map(lambda x: x[rows], start))  # noqa: B023
+        state = (numbers, agents)
+        state = jax.device_put(state, places_of(state))
+        if len(turns) > 1:
+            state = put_on_host(state)
+        states.append(state)
+    return states
+
+
+def join_turns(states, n_agents):
+    """Return the agents of all turns, without those that a row was repeated for."""
+    agents = [agents for _, agents in states]
+    if len(agents) == 1:
+        return trim(agents[0], n_agents)
+    return trim(jax.tree.map(lambda *parts: jnp.concatenate(parts), *agents), n_agents)
+
+
+def trim(tree, n_agents):
+    """Return the first rows of arrays (rows, …) that have more than n_agents."""
+    if len(jax.tree.leaves(tree)[0]) <= n_agents:
+        return tree
+    return jax.tree.map(lambda x: x[:n_agents], tree)
+
+
+def make_mesh(config, n_agents):
+    """Return a mesh of this process's devices: places for agents, each of devices_per_agent."""
+    chosen = jax.config.jax_default_device  # by --device, or by the user
+    devices = jax.local_devices(backend=chosen and chosen.platform)
+    n_places = min(n_agents, len(devices) // config.devices_per_agent)
+    if not n_places:
+        right = f"at most the {len(devices)} devices of a process"
+        refuse("devices_per_agent", config.devices_per_agent, right)
+    devices = np.array(devices[: n_places * config.devices_per_agent])
+    return jax.sharding.Mesh(devices.reshape((n_places, -1)), ("agents", "devices"))
+
+
+def split_rows(config, tree):
+    """Return how arrays (S, …) are split over a mesh: by agents, and by environments if of these.
+
+    The fields of an `Agent` in the tree that have an axis of environments are named here.
+    """
+    spec = jax.sharding.PartitionSpec
+    if config.devices_per_agent == 1:
+        return spec("agents")
+
+    def is_agent(part):
+        return isinstance(part, Agent)
+
+    def split(part):
+        if not is_agent(part):
+            return spec("agents")
+        specs = dict.fromkeys(vars(part), spec("agents")) | {"n_steps": part.n_steps}
+        for name in ("obs", "env_states", "memory", "discounted_return"):
+            specs[name] = spec("agents", "devices")
+        specs["episode_sums"] = spec("agents", None, "devices")
+        return Agent(**specs)
+
+    return jax.tree.map(split, tree, is_leaf=is_agent)
+
+
+def places_of(state):
+    """Return the shardings of a config and agents (rows, …) that are trained together."""
+    config, agents = state
+    mesh = make_mesh(config, len(jax.tree.leaves(agents)[0]))
+    to_sharding = functools.partial(jax.sharding.NamedSharding, mesh)
+    return jax.tree.map(to_sharding, split_rows(config, state))
+
+
+def put_on_host(tree):
+    """Return arrays in the host's memory."""
+    return jax.device_put(tree, jax.local_devices(backend="cpu")[0])
+
+
+def from_processes(tree):
+    """Return arrays (rows, …) with the rows of all processes, on the host."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 @functools.cache
-def on_every_device(function, donate=(), **static):
-    """Return `spread` of a function of a config and an agent, compiled."""
+def compiled(function, donate=(), **static):
+    """Return a function, with some arguments fixed, for the compiler."""
     options = {}
     if jax.default_backend() == "cpu":
         # LLVM's later passes take a third of the compilation and make nothing faster here.
         options["xla_backend_optimization_level"] = 1
-    run = functools.partial(spread, functools.partial(function, **static))
-    return jax.jit(run, donate_argnums=donate, compiler_options=options)
+    function = functools.partial(function, **static)
+    return jax.jit(function, donate_argnums=donate, compiler_options=options)
+
+
+@functools.cache
+def on_every_device(function, **static):
+    """Return `spread` of a function of a config and an agent, compiled."""
+    return compiled(functools.partial(spread, functools.partial(function, **static)))
 
 
 def spread(function, config, agents, *shared):
     """Call `function(config, agent, *shared)` for each agent, agents split between local devices.
 
     agents: (S, …); a leaf of the config may have that axis too. The agents of one device run side
-    by side, but on a CPU one after the other: what one agent needs stays in the core's cache.
+    by side, but on a CPU one after the other: what one agent needs stays in the core's cache. With
+    devices_per_agent, that many devices in a row call the function for the same agents.
     """
     n_agents = len(jax.tree.leaves(agents)[0])
-    chosen = jax.config.jax_default_device  # by --device, or by the user
-    devices = jax.local_devices(backend=chosen and chosen.platform)[:n_agents]
-    n_rows = -(-n_agents // len(devices)) * len(devices)  # a device without work repeats some
+    mesh = make_mesh(config, n_agents)
+    n_rows = -(-n_agents // mesh.shape["agents"]) * mesh.shape["agents"]
     rows = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
-    if n_rows > n_agents:
+    if n_rows > n_agents:  # a device without work repeats some
         rows = jax.tree.map(lambda x: x[np.arange(n_rows) % n_agents], rows)
 
     def on_device(rows, shared):
         def one_agent(row):
             return function(*row, *shared)
 
-        if devices[0].platform == "cpu":
+        if mesh.devices[0, 0].platform == "cpu":
             return jax.lax.map(one_agent, rows)
         return jax.vmap(one_agent)(rows)
 
-    mesh = jax.sharding.Mesh(np.array(devices), ("agents",))
-    split, whole = jax.sharding.PartitionSpec("agents"), jax.sharding.PartitionSpec()
-    specs = dict(in_specs=(split, whole), out_specs=split)
+    result = None
+    if config.devices_per_agent > 1:  # the fields of the result, which one device tells too
+        of_one, agent = jax.tree.map(lambda x: x[0], rows)
+        result = jax.eval_shape(function, of_one.replace(devices_per_agent=1), agent, *shared)
+    specs = dict(in_specs=(split_rows(config, rows), jax.sharding.PartitionSpec()))
+    specs["out_specs"] = split_rows(config, result)
     results = jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(rows, shared)
     if n_rows > n_agents:
         results = jax.tree.map(lambda x: x[:n_agents], results)
@@ -2420,65 +2850,105 @@ def spread(function, config, agents, *shared):
 # ==================================================================================================
 
 
-def save_agents(run_dir, config, agents, **run):
-    """Write agents whole, from networks to keys, and config.json.
+def save_agents(run_dir, config, agents):
+    """Write agents whole, from networks to keys, and config.json for people to read.
 
-    agents: one, or several with a leading axis. run: more entries of config.json. The last two
-    checkpoints are kept; each of them is there whole or not at all.
+    agents: one, or several with a leading axis. The last two checkpoints are kept; each of them is
+    there whole or not at all.
     """
-    n_seeds = len(agents.n_updates) if agents.n_updates.ndim else None
-    check_swept(config, n_seeds)
+    if jax.process_count() > 1:
+        raise ConfigError("save_agents: each process has some of the agents; one must hold all")
+    n_agents = len(agents.n_updates) if agents.n_updates.ndim else None
+    check_swept(config, n_agents)
     folder = pathlib.Path(run_dir).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder, config, n_seeds=n_seeds, **run)
+    if not is_run_folder(folder):
+        write_config(folder, {"n_seeds": n_agents} | plain_settings(config))
+    save_checkpoint(folder, config, agents, n_agents)
+
+
+def save_checkpoint(folder, config, agents, n_agents):
+    """Write a checkpoint of agents and their config; of several processes, each writes its agents.
+
+    n_agents: None for one without a leading axis.
+    """
+    leaves = plain_leaves(agents)
+    if jax.process_count() > 1:
+        n_parts = math.gcd(len(leaves["n_updates"]), jax.local_device_count())
+        devices = [jax.local_devices(process_index=p)[:n_parts] for p in range(jax.process_count())]
+        mesh = jax.sharding.Mesh(np.ravel(devices), ("agents",))
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("agents"))
+        to_global = functools.partial(jax.make_array_from_process_local_data, place)
+        leaves = jax.tree.map(to_global, leaves)
+    else:
+        leaves = jax.device_get(leaves)
+    sizes = {"n_agents": n_agents, "n_rows": np.shape(leaves["n_updates"])}
     ocp, manager = open_checkpoints(folder, create=True)
+    items = dict(agents=ocp.args.StandardSave(leaves))
+    settings = json.loads(json.dumps(sizes | plain_settings(config), default=str))
+    items["settings"] = ocp.args.JsonSave(settings)
     with manager:
         number = (manager.latest_step() or 0) + 1
-        manager.save(number, args=ocp.args.StandardSave(jax.device_get(plain_leaves(agents))))
+        manager.save(number, args=ocp.args.Composite(**items))
 
 
 def load_agents(run_dir, config=None, **objects):
-    """Read what `save_agents` wrote last: a config and agents, on the host.
+    """Read what was saved last in a folder: a config and agents, on the host.
 
-    config: in place of the one in config.json. objects: settings that a file cannot hold, such as
+    config: in place of the one that was saved. objects: settings that a file cannot hold, such as
     env, policy or loss_function. Raises `ConfigError` where something is missing or damaged.
     """
     folder = pathlib.Path(run_dir).expanduser().absolute()
-    settings = read_file(folder / "config.json") | objects
-    if config is None:
-        check_objects(folder, settings)
-        config = PPOConfig(**pick(settings, fields_of(PPOConfig)))
-    if not (folder / "checkpoint").is_dir() or "n_seeds" not in settings:
-        found = ", ".join(sorted(os.listdir(folder)))
-        raise ConfigError(f"checkpoint: {folder} holds {found}; it must hold what a run left")
-    lead = () if settings["n_seeds"] is None else (settings["n_seeds"],)
-    agent = empty_agent(config)
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    expected = {}
-    for name, leaf in jax.eval_shape(plain_leaves, agent).items():
-        shape = (*lead, *leaf.shape)
-        expected[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
-    ocp, manager = open_checkpoints(folder)
+    if not has_checkpoint(folder):
+        found = "nothing"
+        if folder.is_dir():
+            found = ", ".join(sorted(os.listdir(folder))) or found
+        right = "a checkpoint, as a run leaves it in its folder or in program-0 of a sweep's"
+        raise ConfigError(f"checkpoint: {folder} holds {found}; it must hold {right}")
     # Of a damaged checkpoint TensorStore's threads would each print a traceback, also later.
     hook, sys.unraisablehook = sys.unraisablehook, lambda *_: None  # and stays so on damage
     try:
+        ocp, manager = open_checkpoints(folder)
         with manager:
-            saved = ocp.args.StandardRestore(expected)
-            leaves = manager.restore(manager.latest_step(), args=saved)
+            number = manager.latest_step()
+            items = ocp.args.Composite(settings=ocp.args.JsonRestore())
+            settings = manager.restore(number, args=items)["settings"]
+            if config is None:
+                settings |= objects
+                check_objects(folder, settings)
+                config = PPOConfig(**pick(settings, fields_of(PPOConfig)))
+            agent = empty_agent(config)
+            # On one device here; else the arrays are bound to the devices that saved them.
+            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            expected = {}
+            for name, leaf in jax.eval_shape(plain_leaves, agent).items():
+                shape = (*settings["n_rows"], *leaf.shape)
+                expected[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+            items = ocp.args.Composite(agents=ocp.args.StandardRestore(expected))
+            leaves = jax.device_get(manager.restore(number, args=items)["agents"])
+    except ConfigError:
+        sys.unraisablehook = hook
+        raise
     except Exception as error:  # Orbax and TensorStore raise all sorts of things here
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # a task would log it once more
-        message = f"checkpoint: {folder}/checkpoint is damaged, or not of config.json's settings"
+        message = f"checkpoint: {folder}/checkpoint is damaged, or not of these settings"
         raise ConfigError(f"{message} ({one_line(error)[:300]})") from error
     sys.unraisablehook = hook
-    leaves = jax.device_get(leaves)  # on a device they would be bound to it
 
     def stored_leaf(path, leaf):
         value = leaves[path_name(path)]
+        if settings["n_agents"] is not None:
+            value = value[: settings["n_agents"]]  # several processes save the same number each
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             value = jax.random.wrap_key_data(value)
         return value
 
     return config, jax.tree_util.tree_map_with_path(stored_leaf, agent)
+
+
+def has_checkpoint(folder):
+    """Tell whether a folder has a whole checkpoint."""
+    return any(path.name.isdigit() for path in (folder / "checkpoint").glob("*"))
 
 
 def open_checkpoints(folder, create=False):
@@ -2487,8 +2957,9 @@ def open_checkpoints(folder, create=False):
 
     options = dict(max_to_keep=2, create=create, enable_async_checkpointing=False)
     options = ocp.CheckpointManagerOptions(**options)
-    handler = ocp.StandardCheckpointHandler()
-    return ocp, ocp.CheckpointManager(folder / "checkpoint", options=options, item_handlers=handler)
+    handlers = dict(agents=ocp.StandardCheckpointHandler(), settings=ocp.JsonCheckpointHandler())
+    options = dict(options=options, item_handlers=handlers)
+    return ocp, ocp.CheckpointManager((folder / "checkpoint").absolute(), **options)
 
 
 def plain_leaves(tree):
@@ -2500,16 +2971,21 @@ def plain_leaves(tree):
     return leaves
 
 
-def write_config(folder, config, **run):
-    """Write config.json: every setting by name, after the entries that describe the run."""
-    settings = run | {name: plain_setting(name, value) for name, value in vars(config).items()}
-    stored = folder / "config.json"
-    is_rescue = "seed" not in run and stored.exists() and stored.stat().st_size
-    if is_rescue:  # a run that an exception ended keeps its seed
-        settings = {"seed": read_file(stored).get("seed", 0)} | settings
+def write_config(folder, settings):
+    """Write config.json, whole or not at all."""
     fresh = folder / "config.json.new"  # a full disk must not cost the file that is there
     fresh.write_text(json.dumps(settings, indent=2, default=str) + "\n")
-    fresh.replace(stored)
+    fresh.replace(folder / "config.json")
+
+
+def is_run_folder(folder):
+    """Tell whether a run from the command line made a folder."""
+    return (folder / "config.json").exists() and "seed" in read_file(folder / "config.json")
+
+
+def plain_settings(config):
+    """Return every setting by name, as JSON holds it."""
+    return {name: plain_setting(name, value) for name, value in vars(config).items()}
 
 
 def plain_setting(name, value):
@@ -2519,7 +2995,9 @@ def plain_setting(name, value):
     if name in ("env_params", "optimizer_kwargs"):
         return dict(value)
     is_widths = isinstance(value, tuple) and all(isinstance(width, int) for width in value)
-    if is_widths or isinstance(value, str | int | None):
+    if is_widths:
+        return list(value)
+    if isinstance(value, str | int | None):
         return value
     return {"object": str(value)}
 
@@ -2555,16 +3033,6 @@ def check_objects(source, settings):
         raise ConfigError(f"{name}: {source} was trained with {what}; give it to {call}")
 
 
-def load_population(run_dir, config=None):
-    """Load agents with a leading axis, also of one agent; objects are taken from a config."""
-    stored = read_file(pathlib.Path(run_dir, "config.json"))
-    known = vars(config) if config else {}
-    config, agents = load_agents(run_dir, **pick(known, objects_in(stored)))
-    if not agents.n_updates.ndim:
-        agents = jax.tree.map(lambda x: x[None], agents)
-    return config, agents
-
-
 def read_file(path):
     """Read a file of settings, JSON or YAML; raises `ConfigError` where that fails."""
     import yaml
@@ -2584,87 +3052,30 @@ def read_file(path):
 # ==================================================================================================
 
 
-def make_bar(config, n_updates, shown):
-    """Return a progress bar; in a log file, a line every ten seconds. shown: None in a notebook."""
+def make_bar(shown, config, n_agents, n_updates):
+    """Return a progress bar of agents' steps; in a log file, a line every ten seconds.
+
+    shown: None in a notebook alone. n_updates: those that each agent has done already.
+    """
     import tqdm
 
     in_notebook = "ipykernel" in sys.modules
     if shown is None:
         shown = in_notebook
-    options = dict(unit=" steps", unit_scale=True, disable=not shown)
+    size = n_agents * config.rollout_size
+    options = dict(total=config.n_updates * size, initial=n_updates * size)
+    options |= dict(unit=" steps", unit_scale=True, disable=not shown)
     if not sys.stderr.isatty() and not in_notebook:
-        options |= dict(mininterval=10, bar_format="{l_bar}{n_fmt} of {total_fmt}{postfix}\n")
-    size = config.rollout_size
-    return tqdm.tqdm(total=config.n_updates * size, initial=n_updates * size, **options)
+        options |= dict(mininterval=10, maxinterval=math.inf)
+        options["bar_format"] = "{l_bar}{n_fmt} of {total_fmt}{postfix}\n"
+    return tqdm.tqdm(**options)
 
 
-class RunReport:
-    """A callback of `train_population` that writes a run's folder, then calls the user's."""
-
-    checkpoint_seconds = 60.0
-
-    def __init__(self, run_dir, config, options, loggers, callback=None):
-        self.run_dir, self.config, self.options = run_dir, config, options
-        self.loggers, self.callback = loggers, callback
-        self.interrupted = False
-        self.started = self.saved = time.perf_counter()
-        self.compiled = None  # when the first update was done
-
-    def __call__(self, timesteps, metrics, agents):
-        """Write a chunk's metrics, and sometimes the agents; returns whether the run is to end."""
-        if self.compiled is None:
-            self.compiled, self.first_steps = time.perf_counter(), timesteps
-        try:
-            if self.options.verbose > 1:
-                words = [f"{name} {known_mean(x[:, -1]):.4g}" for name, x in metrics.items()]
-                print(*words, sep="  ", flush=True)
-            self.write_metrics(metrics, "a")
-            if time.perf_counter() - self.saved > self.checkpoint_seconds:
-                self.save(agents)
-        except Exception as error:  # a full disk, for which Orbax has errors of its own
-            complain(f"{self.run_dir}: {error}; training goes on")
-        stop = self.callback and self.callback(timesteps, metrics, agents)
-        return bool(self.interrupted or stop)
-
-    def write_metrics(self, metrics, mode):
-        """Write rows of metrics.csv anew ("w"), or behind the others and to the loggers ("a")."""
-        every = self.config.rollout_size * self.options.log_interval
-        header, rows = metric_rows(metrics, every)
-        with open(self.run_dir / "metrics.csv", mode, newline="") as file:
-            writer = csv.writer(file)
-            if file.tell() == 0:
-                writer.writerow(header)
-            writer.writerows(rows)
-        if mode == "w":
-            return
-        for row in rows:
-            scalars = {name: x for name, x in zip(header[1:], row[1:]) if math.isfinite(x)}
-            for log in self.loggers:
-                log(row[0], scalars)
-
-    def save(self, agents):
-        """Save the agents, but not over a good checkpoint when all of them have diverged."""
-        self.saved = time.perf_counter()
-        if are_finite(agents).any() or not (self.run_dir / "checkpoint").exists():
-            save_agents(self.run_dir, self.config, agents, seed=self.options.seed)
-
-
-def metric_rows(metrics, every=1):
-    """Return a header and a row for each update: means over agents, then each agent's return.
-
-    metrics: (S, updates). every: only those rows whose steps it divides. More than 16 agents have
-    the least and the greatest return in place of a column each.
-    """
-    columns = {name: known_mean(values, axis=0) for name, values in metrics.items()}
-    columns["timesteps"] = metrics["timesteps"][0]
-    returns = metrics["return"]
-    if len(returns) > 16:
-        least, greatest = np.fmin.reduce(returns), np.fmax.reduce(returns)  # NaN are passed over
-        columns |= {"return_min": least, "return_max": greatest}
-    else:
-        columns |= {f"return_seed_{i}": values for i, values in enumerate(returns)}
-    rows = zip(*(column.tolist() for column in columns.values()))
-    return list(columns), [row for row in rows if row[0] % every == 0]
+def show_progress(bar, config, metrics):
+    """Move a progress bar on by a chunk's metrics (S, updates): the steps of all agents."""
+    mean_return = known_mean(metrics["return"][:, -1])
+    bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
+    bar.update(metrics["return"].size * config.rollout_size)
 
 
 def known_mean(values, axis=None):
@@ -2672,12 +3083,6 @@ def known_mean(values, axis=None):
     known = ~np.isnan(values)
     mean = np.where(known, values, 0.0).sum(axis) / np.maximum(known.sum(axis), 1)
     return np.where(known.any(axis), mean, np.nan)
-
-
-def are_finite(agents):
-    """Return for each agent (S,) whether all of its weights are finite."""
-    leaves = jax.tree.leaves(jax.device_get(agents.params))
-    return np.all([np.isfinite(x.reshape(len(x), -1)).all(axis=1) for x in leaves], axis=0)
 
 
 def interquartile_mean(values, axis=-1):
@@ -2695,8 +3100,239 @@ def bootstrap_interval(values, statistic):
     return scipy.stats.bootstrap((values,), statistic, axis=0, **options).confidence_interval
 
 
-def summary_table(title, returns, has_diverged):
-    """Return a table, in text, of each seed's return (S,) and statistics over the known ones."""
+class RunReport:
+    """What a run shows and writes while its populations train, one after the other."""
+
+    def __init__(self, run_dir, options, populations, loggers, callback=None):
+        self.run_dir, self.options, self.callback = run_dir, options, callback
+        self.loggers, self.n_settings = loggers, 1
+        n_rows = total = 0
+        for config, keys, rows in populations:
+            n_rows += len(keys) * config.n_updates
+            total += len(keys) * config.n_updates * config.rollout_size
+            self.n_settings = max(self.n_settings, 1 + rows[-1]["setting"])
+        self.interval = options.log_interval or math.ceil(n_rows / 100_000)
+        self.bar = make_bar(options.verbose > 0 and options.progress_bar, config, len(keys), 0)
+        self.bar.total = total
+        self.signal = None  # the number of the signal that ended the run
+        self.is_over, self.error = False, None
+        self.started = time.perf_counter()
+        self.compiled = None  # when the first update was done
+        self.n_steps = 0  # of all agents, since then
+        self.header, self.unwritten = [], []  # rows of metrics.csv that wait for a full disk
+        self.agents = []  # a row for each agent
+
+    def begin(self, population, folder, n_done):
+        """Take up a population, of whose updates an earlier run has done some."""
+        self.population, self.folder, self.due = population, folder, None
+        self.has_saved = has_checkpoint(folder)
+        timesteps = n_done * population.config.rollout_size
+        self.bar.update(timesteps * len(population.keys))
+        path = self.run_dir / "metrics.csv"
+        if jax.process_index() > 0 or not path.exists():
+            return
+        settings = {str(row["setting"]) for row in population.rows}
+        kept = []  # of the rows: those after the last checkpoint come again
+        header, *lines = path.read_text().splitlines(keepends=True) or [""]
+        if header.endswith("\n"):
+            kept.append(header)
+        for line in lines:
+            if not line.endswith("\n"):  # the process was killed while it wrote
+                continue
+            setting, _, steps, *_ = line.split(",")
+            if setting not in settings or int(steps) <= timesteps:
+                kept.append(line)
+        fresh = path.with_name("metrics.csv.new")
+        fresh.write_text("".join(kept))
+        fresh.replace(path)
+
+    def __call__(self, config, agents, metrics):
+        """Write a chunk's metrics, and sometimes the agents; returns whether the run is to end."""
+        now = time.perf_counter()
+        if self.compiled is None:
+            self.compiled = now
+        else:
+            self.n_steps += metrics["return"].size * config.rollout_size
+        if self.due is None:  # a run may be killed soon
+            self.due = now + min(5.0, self.options.checkpoint_seconds)
+        show_progress(self.bar, config, metrics)
+        try:
+            self.add_rows(metrics)
+            self.write_rows()
+        except Exception as error:  # a full disk, or a logger's
+            complain(f"{self.run_dir}: {error}; training goes on")
+        timesteps = int(metrics["timesteps"][0, -1])
+        stop = self.callback and self.callback(timesteps, metrics, agents)
+        flags = from_processes(np.array([[self.signal or 0, bool(stop), now > self.due]]))
+        self.signal, stop, is_due = flags.max(axis=0).tolist()  # all processes do the same
+        self.is_over = bool(self.signal or stop)
+        if is_due and not self.is_over:
+            try:
+                self.save(config, agents)
+            except Exception as error:  # Orbax has errors of its own for a full disk
+                if jax.process_count() > 1:  # which can't go on each by itself
+                    raise
+                complain(f"{self.run_dir}: {error}; training goes on")
+        return self.is_over
+
+    def add_rows(self, metrics):
+        """Take up a chunk's rows of metrics.csv and give means over seeds to the loggers."""
+        config, _, rows = self.population
+        update = metrics["timesteps"][0] // config.rollout_size
+        shown = np.flatnonzero((update % self.interval == 0) | (update == config.n_updates))
+        for place in shown:
+            for agent, row in enumerate(rows):
+                values = [values[agent, place].item() for values in metrics.values()]
+                self.unwritten.append([row["setting"], row["seed"], *values])
+        self.header = ["setting", "seed", *metrics]
+        for place in shown:
+            self.log(metrics, place)
+
+    def write_rows(self):
+        """Add the rows that are not yet written to metrics.csv."""
+        path = self.run_dir / "metrics.csv"
+        if jax.process_index() == 0:
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with open(path, "a", newline="") as file:
+                    writer = csv.writer(file, lineterminator="\n")
+                    if size == 0:
+                        writer.writerow(self.header)
+                    writer.writerows(self.unwritten)
+            except OSError:  # a full disk took a part, which is to come again
+                if path.exists():
+                    os.truncate(path, size)
+                raise
+        self.unwritten = []
+
+    def log(self, metrics, place):
+        """Give the loggers, and with verbose 2 the screen, means over the seeds of each setting."""
+        setting = np.array([row["setting"] for row in self.population.rows])
+        for number in np.unique(setting):
+            scalars = {}
+            for name, values in metrics.items():
+                values = values[setting == number, place]
+                scalars[name] = known_mean(values).item()
+                if name == "return" and 1 < len(values) <= 16:
+                    scalars |= {f"return_seed_{seed}": x.item() for seed, x in enumerate(values)}
+            if self.options.verbose > 1:
+                print(*(f"{name} {x:.4g}" for name, x in scalars.items()), sep="  ", flush=True)
+            timesteps = int(scalars.pop("timesteps"))
+            prefix = ""
+            if self.n_settings > 1:
+                prefix = f"setting_{number}/"
+            scalars = {prefix + name: x for name, x in scalars.items() if math.isfinite(x)}
+            for log in self.loggers:
+                log(timesteps, scalars)
+
+    def save(self, config, agents):
+        """Save the agents, but not over a good checkpoint when all of them have diverged."""
+        self.due = time.perf_counter() + self.options.checkpoint_seconds
+        if not is_failing(agents).all() or not self.has_saved:
+            save_checkpoint(self.folder, config, agents, len(self.population.keys))
+            self.has_saved = True
+
+    def end(self, config, agents, program):
+        """Save a population's agents for the last time, and take down what became of each."""
+        try:
+            if self.due:
+                self.save(config, agents)
+        except Exception as error:
+            self.error = error
+        returns = jax.vmap(mean_episode)(agents)[:, 0]
+        returns, since_when = from_processes((returns, agents.failing_since))
+        for row, episode_return, since in zip(self.population.rows, returns, since_when):
+            row = {"agent": len(self.agents), "program": program, **row}
+            row["return"] = episode_return
+            failing = np.flatnonzero(since)
+            if len(failing):
+                first = failing[np.argmin(since[failing])]
+                row["diverged_at"] = int(since[first]) * config.rollout_size
+                row["diverged_in"] = ("observation", "reward", "loss")[first]
+            self.agents.append(row)
+
+
+def is_failing(agents):
+    """Return for each agent (S,) whether numbers in its last update were not finite."""
+    return np.any(from_processes(agents.failing_since), axis=1)
+
+
+def agent_results(agents, metrics, options):
+    """Return the table of agents.csv, a row for each agent.
+
+    agents: what is known of each. metrics: the table of metrics.csv, of which the area under the
+    learning curve is the mean return over the run.
+    """
+    import pandas
+
+    curves = dict(list(metrics.groupby(["setting", "seed"])))
+    rows = []
+    for row in agents:
+        curve = curves.get((row["setting"], row["seed"]), metrics[:0])  # stopped before a row
+        row = row | {"area": curve["return"].mean()}
+        if options.threshold is not None:
+            reached = curve["timesteps"][curve["return"] >= options.threshold]
+            row["steps_to_threshold"] = reached.min()
+        for name in options.evolve:  # steps:number, for each new one
+            is_new = curve[name] != curve[name].shift()
+            changes = zip(curve["timesteps"][is_new], curve[name][is_new])
+            row[name] = " ".join(f"{steps}:{number:.4g}" for steps, number in changes)
+        failure = {"diverged_at": row.pop("diverged_at", None)}
+        failure["diverged_in"] = row.pop("diverged_in", None)
+        rows.append(row | failure)
+    return pandas.DataFrame(rows)
+
+
+def setting_results(agents, names):
+    """Return a table with a row for each setting, the best first, of seeds that did not diverge.
+
+    agents: the table of agents.csv. names: of the swept settings. The return is an interquartile
+    mean, from low to high its 95 % interval; best: whether it overlaps that of the first row.
+    """
+    import pandas
+
+    rows = []
+    for number, group in agents.groupby("setting"):
+        healthy = group[group["diverged_at"].isna()]
+        row = {"setting": number, **pick(group.iloc[0], names)}
+        returns = healthy["return"].dropna().to_numpy()
+        row |= dict.fromkeys(("return", "low", "high"), math.nan)
+        if len(returns):
+            row["return"] = interquartile_mean(returns)
+        if len(returns) > 1:
+            row["low"], row["high"] = bootstrap_interval(returns, interquartile_mean)
+        row["area"] = healthy["area"].mean()
+        if "steps_to_threshold" in group:
+            steps = healthy["steps_to_threshold"]
+            row |= {"steps to threshold": steps.mean(), "reached": f"{steps.count()}/{len(group)}"}
+        rows.append(row | {"diverged": len(group) - len(healthy)})
+    table = pandas.DataFrame(rows).sort_values("return", ascending=False, ignore_index=True)
+    table["best"] = (table["high"] >= table["low"][0]) | (table.index == 0)
+    return table
+
+
+def sweep_table(title, settings):
+    """Return what `setting_results` returns as text, at most 20 rows of it."""
+    table = settings[:20].copy()
+    for name in table.select_dtypes("float").columns:
+        table[name] = table[name].map("{:.4g}".format)
+    interval = table.pop("low") + " to " + table.pop("high")
+    interval = interval.replace("nan to nan", "")  # of a single seed
+    table.insert(table.columns.get_loc("return") + 1, "95 % interval", interval)
+    table["best"] = table.pop("best").map({True: "*", False: ""})
+    lines = [title, table.to_string(index=False)]
+    if any(interval):
+        lines.append("*: can't be told from the best one, as the 95 % intervals overlap")
+    if len(settings) > 20:
+        lines.append(f"{len(settings) - 20} more settings are in agents.csv")
+    return "\n".join(lines)
+
+
+def summary_table(title, returns, has_diverged, agents=()):
+    """Return a table, in text, of each seed's return (S,) and statistics over the known ones.
+
+    agents: numbers to tell the rows by, in place of seeds.
+    """
     rows = []
     for seed, value in enumerate(returns[:16]):
         text = f"{value:.2f}"
@@ -2704,7 +3340,10 @@ def summary_table(title, returns, has_diverged):
             text = "diverged"
         elif np.isnan(value):
             text = "no episode ended"
-        rows.append((f"seed {seed}", text))
+        name = f"seed {seed}"
+        if len(agents):
+            name = f"agent {agents[seed]}"
+        rows.append((name, text))
     if len(returns) > 16:
         rows.append((f"{len(returns) - 16} more", ""))
     known = returns[np.isfinite(returns) & ~has_diverged]
@@ -2719,30 +3358,86 @@ def summary_table(title, returns, has_diverged):
     return "\n".join([title, *lines])
 
 
-def plot_learning_curve(path, config, metrics):
-    """Draw the return against the steps: every seed, their mean and its 95 % bootstrap interval."""
+def new_figure(title, n_panels=1):
+    """Return a figure and its panels in a row."""
     from matplotlib.figure import Figure
 
-    n_points = metrics["timesteps"].shape[1]
-    points = np.unique(np.linspace(0, n_points - 1, 200).astype(int))
-    timesteps, returns = metrics["timesteps"][0, points], metrics["return"][:, points]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(timesteps, returns.T, color="C0", alpha=min(0.5, 8 / len(returns)), linewidth=0.8)
-    mean = known_mean(returns, axis=0)
-    axes.plot(timesteps, mean, color="C0", linewidth=2, label=f"mean of {len(returns)}")
-    known = np.isfinite(returns).all(axis=0)  # from when every seed has finished an episode
-    if len(returns) > 1 and known.any():
-        low, high = bootstrap_interval(returns[:, known], np.mean)
-        style = dict(color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-        axes.fill_between(timesteps[known], low, high, **style)
-    steps = "environment steps"
-    if config.frame_skip > 1:
-        steps = f"steps of up to {config.frame_skip} frames"
-    axes.set(title=f"PPO on {env_name(config)}", xlabel=steps, ylabel="return")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", frameon=False)
+    figure = Figure(figsize=(7 + 3.5 * (n_panels - 1), 4.5), layout="constrained")
+    panels = figure.subplots(1, n_panels, squeeze=False, sharey=True)[0]
+    figure.suptitle(title)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    return figure, panels
+
+
+def plot_learning_curves(path, title, metrics, settings, names):
+    """Draw the return against the steps: each setting's mean over seeds and its 95 % interval.
+
+    metrics: the table of metrics.csv. settings: what `setting_results` returns, of which the best
+    eight have a colour. names: of the swept settings; without any, each seed has a line too.
+    """
+    figure, [axes] = new_figure(title)
+    for rank, row in settings[::-1].iterrows():
+        rows = metrics[metrics["setting"] == row["setting"]]
+        if rows.empty:
+            continue  # the run was stopped before the first one
+        curves = rows.pivot(index="timesteps", columns="seed", values="return")
+        curves = curves.iloc[np.unique(np.linspace(0, len(curves) - 1, 200).astype(int))]
+        mean, n_seeds, color = curves.mean(axis=1), curves.shape[1], f"C{rank}"
+        if rank >= 8:
+            axes.plot(mean, color="0.8", linewidth=0.8)
+            continue
+        label = ", ".join(f"{name} {row[name]}" for name in names) or f"mean of {n_seeds}"
+        axes.plot(mean, color=color, linewidth=2, label=label)
+        if not names:
+            axes.plot(curves, color=color, alpha=min(0.5, 8 / n_seeds), linewidth=0.8)
+        known = curves.dropna()  # from when every seed has finished an episode
+        if n_seeds > 1 and len(known):
+            low, high = bootstrap_interval(known.to_numpy().T, np.mean)
+            axes.fill_between(known.index, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="steps of one agent", ylabel="return")
+    lines, labels = axes.get_legend_handles_labels()
+    axes.legend(lines[::-1], labels[::-1], title="95 % intervals", loc="best", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_sweep(path, title, settings, names):
+    """Draw the settings' returns over each swept setting; of a grid of two, a heat map.
+
+    settings: what `setting_results` returns. names: of the swept settings.
+    """
+    import pandas
+
+    settings = settings.copy()
+    label = "return: interquartile mean over seeds"
+    for name in names:
+        if not pandas.api.types.is_numeric_dtype(settings[name]):
+            settings[name] = settings[name].astype(str)
+    n_values = [settings[name].nunique() for name in names]
+    if len(names) == 2 and math.prod(n_values) == len(settings):
+        table = settings.pivot(index=names[0], columns=names[1], values="return")
+        figure, [axes] = new_figure(title)
+        image = axes.imshow(table, aspect="auto", origin="lower", cmap="viridis")
+        figure.colorbar(image, label=label)
+        axes.grid(visible=False)
+        axes.set(xlabel=names[1], ylabel=names[0])
+        axes.set_xticks(range(n_values[1]), table.columns)
+        axes.set_yticks(range(n_values[0]), table.index)
+        for place, value in np.ndenumerate(table):
+            style = dict(ha="center", va="center", backgroundcolor="white")
+            axes.text(*place[::-1], f"{value:.4g}", **style)
+    else:
+        figure, panels = new_figure(title, len(names))
+        panels[0].set(ylabel=f"{label}, 95 % interval")
+        for axes, name in zip(panels, names):
+            values, middle = settings[name], settings["return"]
+            errors = np.array([middle - settings["low"], settings["high"] - middle])
+            axes.errorbar(values, middle, errors.clip(0), fmt="o", capsize=3)  # not -1e-5
+            axes.set(xlabel=name)
+            is_number = values.dtype != object and pandas.api.types.is_numeric_dtype(values)
+            if is_number and 0 < 20 * values.min() <= values.max():
+                axes.set_xscale("log")
     figure.savefig(path, dpi=150)
 
 
@@ -2795,33 +3490,72 @@ class RunOptions:
     """What the command line decides besides a PPOConfig."""
 
     seed: int = static(0, "seed", "Random seed of the run.")
-    n_seeds: int = static(4, "size", "Agents to train side by side, each with its own random key.")
+    n_seeds: int = static(4, "size", "Agents to train for each setting, each with its own key.")
+    n_samples: int | None = static(
+        None,
+        "size",
+        "Settings to draw at random from several values; None: train each combination.",
+    )
+    evolve: tuple = static(
+        (),
+        "names",
+        "Settings to tune while training: the worst agents copy the best and change these.",
+    )
+    evolve_every: int | None = static(
+        None, "size", "With --evolve: updates between two exchanges; None: a twentieth of the run."
+    )
+    threshold: float | None = static(
+        None, "number", "Also report after how many steps the return first reached this."
+    )
     run_dir: str | None = static(
-        None, "text", "Folder for results, new or empty; None: runs/ and the run's name."
+        None, "text", "Folder for results, new or of the same run; None: runs/ and the run's name."
     )
     run_name: str | None = static(None, "text", "Run's name; None: environment and time.")
     config: str | None = static(None, "text", "File of settings, YAML or JSON; flags win over it.")
-    resume: str | None = static(
-        None, "text", "Folder of a run to continue, up to total_timesteps in all."
+    resume: str = static(
+        "auto",
+        "text",
+        "Folder of a run whose agents train on in run_dir; auto: those in run_dir, if any.",
     )
     reset_num_timesteps: bool = static(
         False, "switch", "With --resume: count steps from 0, reset environments."
     )
     eval: str | None = static(None, "text", "Folder of a run: play its agents, train nothing.")
+    agent: tuple = static(
+        (), "numbers", "With --eval: numbers of agents to play; none: those of the best setting."
+    )
     n_episodes: int = static(100, "size", "With --eval: episodes that each agent plays.")
     max_steps: int = static(
-        100_000, "size", "With --eval: leave out an episode not over after so many steps."
+        100_000,
+        "size",
+        "With --eval: steps after which an unfinished episode is left out of the mean.",
     )
     verbose: int = static(
         1, "verbose", "0: errors only; 1: also progress and results; 2: also metrics."
     )
     progress_bar: bool = static(True, "switch", "Show progress while training.")
-    log_interval: int = static(1, "size", "Write a row of metrics every so many updates.")
+    checkpoint_seconds: float = static(60.0, "positive", "Seconds between checkpoints.")
+    log_interval: int | None = static(
+        None, "size", "Updates between rows of metrics; None: 1, more for over 100,000 rows."
+    )
     tensorboard_log: str | None = static(
         None, "text", "Folder for TensorBoard's logs; needs tensorboardX."
     )
     wandb_project: str | None = static(None, "text", "Project in Weights & Biases; needs wandb.")
     device: str = static("auto", "device", "Device to run on: auto, cpu, gpu or tpu.")
+    memory_limit: int | None = static(
+        None, "total", "Bytes to take on each device; None: what a GPU has, no limit on a CPU."
+    )
+    distributed: bool = static(
+        False,
+        "switch",
+        "Share the agents with the other processes of a SLURM, Open MPI or Kubernetes job.",
+    )
+    coordinator: str | None = static(
+        None, "text", "Address host:port of process 0, where --distributed can't find it."
+    )
+    n_processes: int | None = static(None, "size", "With --coordinator: number of processes.")
+    process_id: int | None = static(None, "seed", "With --coordinator: this process, from 0 on.")
     compilation_cache: bool = static(True, "switch", "Keep compiled programs for the next run.")
 
     def __init__(self, **given):
@@ -2841,15 +3575,19 @@ def make_parser(defaults):
     """Return a parser with a flag for each setting. defaults: values to show in --help."""
     about = "Train agents with Proximal Policy Optimization, or play trained ones with --eval."
     more = (
-        "Defaults are those of the environment that --env names. learning_rate, max_grad_norm and"
-        " the numbers of the objective may follow a schedule: linear_3e-4 falls from 3e-4 to 0"
-        " over the run, cosine_3e-4_0.1 falls to a tenth of it."
+        "Defaults are those of the environment that --env names. A setting with [X ...] takes"
+        " several values, and all combinations are trained: --learning-rate 1e-4 1e-3. A layout"
+        " among several has commas: --net-arch 64,64 256. With --n-samples 20, settings are drawn"
+        " at random instead, also from a range: --gamma uniform_0.9_0.999 --learning-rate"
+        " log_uniform_1e-5_1e-2. learning_rate, max_grad_norm and the numbers of the objective may"
+        " follow a schedule: linear_3e-4 falls from 3e-4 to 0 over the run, cosine_3e-4_0.1 falls"
+        " to a tenth of it."
     )
     options = dict(usage="python ppo_jax.py [--flag value] …", add_help=False)
     options |= dict(allow_abbrev=False, exit_on_error=False)
     parser = argparse.ArgumentParser(description=about, epilog=more, **options)
     parser._negative_number_matcher = re.compile(r"-[\d.]")  # -1e-3 too, as in Python 3.14
-    group = parser
+    group, of_agent = parser, fields_of(PPOConfig)
     for name, field in flag_fields().items():
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
@@ -2857,15 +3595,28 @@ def make_parser(defaults):
         if isinstance(default, tuple):
             default = re.sub(r"[(),']", "", str(default)) or "none"
         help = f"{field.metadata['help']} (default: {default})"
-        options = dict(help=help, default=argparse.SUPPRESS)
-        kind = field.metadata["kind"]
-        if kind == "switch":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= dict(metavar="X", nargs={"sizes": "*", "arguments": "*"}.get(kind))
-        group.add_argument(f"--{name.replace('_', '-')}", **options)
+        options = dict(help=help, default=argparse.SUPPRESS, metavar="X")
+        flags = [f"--{name.replace('_', '-')}"]
+        if name in of_agent or field.metadata["kind"] in ("names", "numbers"):
+            options["nargs"] = "*"
+        if field.metadata["kind"] == "switch":
+            flags.append(flags[0].replace("--", "--no-"))
+            options |= dict(action=SwitchFlag, nargs=options.get("nargs", 0))
+        group.add_argument(*flags, **options)
     parser.add_argument("-h", "--help", action="store_true", help="Show this help and exit.")
     return parser
+
+
+class SwitchFlag(argparse.Action):
+    """A flag that is on as --name, off as --no-name, and takes words as in --name true false."""
+
+    def __call__(self, parser, namespace, words, option_string=None):
+        if option_string.startswith("--no-"):
+            if words:
+                raise argparse.ArgumentError(self, f"takes no value; got {words[0]}")
+            words = [False]
+        words = words or [True]
+        setattr(namespace, self.dest, words if self.nargs == "*" else words[0])
 
 
 def flag_fields():
@@ -2875,58 +3626,194 @@ def flag_fields():
 
 
 def parse_arguments(argv):
-    """Turn command-line arguments into a config and run options; --help shows these and exits."""
+    """Return the settings to train and the run options that arguments give; --help exits.
+
+    The settings: pairs of the values that are swept, by name, and a config.
+    """
     try:
         argv = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), x) for x in argv]
         given, others = make_parser({}).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
     for word in others:
+        if not word.startswith("-") and word != argv[0]:
+            raise ConfigError(f"{word}: the flag before it takes one value")
         near = closest(word.strip("-").replace("-", "_"), flag_fields())
         near = re.sub("( mean| or) ", r"\1 --", near).replace("_", "-")
         raise ConfigError(f"{word}: no such flag{near}")
     given = vars(given)
     show_help = given.pop("help")
-    settings = {}
-    if "resume" in given:
-        settings |= read_file(pathlib.Path(given["resume"], "config.json"))
+    stored = {}
+    if given.get("resume", "auto") != "auto":
+        stored |= read_file(pathlib.Path(given["resume"], "config.json"))
     if "config" in given:
-        settings |= read_file(given["config"])
+        stored |= read_file(given["config"])
     of_run, of_agent = fields_of(RunOptions), fields_of(PPOConfig)
-    for name in settings:
+    for name in stored:
         if name not in of_run | of_agent:
             raise ConfigError(f"config: {name} is no setting{closest(name, flag_fields())}")
-    settings |= given
-    if settings.get("n_seeds", 1) is None:  # of a single agent that was saved from Python
-        settings["n_seeds"] = 1
-    check_objects("the run", settings)
-    options = RunOptions(**pick(settings, of_run))
-    config = PPOConfig(**pick(settings, of_agent))
+    stored |= given
+    if stored.get("n_seeds", 1) is None:  # of a single agent that was saved from Python
+        stored["n_seeds"] = 1
+    check_objects("the run", stored)
+    options = RunOptions(**pick(stored, of_run))
+    if options.coordinator is None and (options.n_processes or options.process_id is not None):
+        refuse(
+            "coordinator", None, "host:port of process 0, where n_processes or process_id is given"
+        )
+    is_distributed = options.distributed or options.coordinator is not None
+    if is_distributed and not show_help:
+        join_processes(options)  # before gymnax is imported, which starts JAX
+    alone, swept = {}, {}
+    for name, value in pick(stored, of_agent).items():
+        values = several_values(of_agent[name].metadata["kind"], value)
+        if len(values) == 1 and not find_range(values[0]):
+            alone[name] = values[0]
+        else:
+            swept[name] = values
     if show_help:
+        first = {name: values[0] for name, values in swept.items() if name == "env"}
+        config = PPOConfig(**alone | first)
         make_parser(vars(options) | vars(config)).print_help()
         raise SystemExit(0)
-    return config, options
+    make_config = functools.partial(PPOConfig, **alone)
+    settings = list_settings(make_config, swept, options.n_samples, options.seed)
+    return settings, options, describe_run(settings, options, swept)
 
 
-def new_run_dir(options, config):
-    """Create the run's folder, new or empty and for this run alone, with its config.json."""
+def join_processes(options):
+    """Let JAX find the other processes of a job, or those that the options name."""
+    known = (options.coordinator, options.n_processes, options.process_id)
+    try:
+        jax.distributed.initialize(*known, heartbeat_timeout_seconds=30)
+    except (RuntimeError, ValueError) as error:
+        right = f"set within a job, or with coordinator, n_processes and process_id ({error})"
+        refuse("distributed", True, right)
+    if jax.process_index() > 0:
+        object.__setattr__(options, "verbose", 0)
+    filter_errors()
+
+
+ERROR_FILTER = """
+import re, sys
+for line in sys.stdin:
+    if "JAX distributed service detected fatal errors" in line:
+        print("ppo_jax: error: another process ended; the last checkpoint is whole",
+              file=sys.stderr)
+        break
+    if not re.match(r"[EWI]\\d{4} |\\d+$|The tasks have|Additional GRPC|:UNKNOWN:", line):
+        print(line, end="", file=sys.stderr, flush=True)
+sys.stdin.read()
+"""
+
+
+def filter_errors():
+    """Say in one line that another process ended, where JAX's runtime aborts with its stack."""
+    command = [sys.executable, "-c", ERROR_FILTER]
+    reader = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    os.dup2(reader.stdin.fileno(), 2)
+
+
+def several_values(kind, given):
+    """Return the values of a setting as a list, from the words of a flag or from a file.
+
+    A list is several values; but for a layout or arguments it is one, unless its entries are lists,
+    have commas, or give an argument twice: [64, 64] is one value, ["64,64", 256] are two.
+    """
+    if not isinstance(given, list):
+        return [given]
+    if kind not in ("sizes", "arguments"):
+        return given
+    words = [entry for entry in given if isinstance(entry, str)]
+    names = [word.split("=")[0] for word in words]
+    is_nested = any(isinstance(entry, list | dict) for entry in given)
+    is_repeated = kind == "arguments" and len(set(names)) < len(names)
+    if not is_nested and not is_repeated and "," not in "".join(words):
+        return [given]
+    values = []
+    for entry in given:
+        if isinstance(entry, str) and entry.lower() != "none":
+            entry = [part for part in entry.split(",") if part]
+        values.append(entry)
+    return values
+
+
+def describe_run(settings, options, swept):
+    """Return what config.json says of a run: its options and each setting's value or values.
+
+    settings, swept: as in `parse_arguments`. A setting that follows from a swept environment is
+    left out.
+    """
+    names = ("seed", "n_seeds", "n_samples", "evolve", "evolve_every", "threshold", "log_interval")
+    described = {name: getattr(options, name) for name in names}
+    described["evolve"] = list(options.evolve)
+    for name in fields_of(PPOConfig):
+        values = []
+        for _, config in settings:
+            value = plain_setting(name, getattr(config, name))
+            if value not in values:
+                values.append(value)
+        if name in swept and options.n_samples:
+            described[name] = swept[name]  # what is drawn from
+        elif name in swept:
+            described[name] = values
+        elif len(values) == 1:
+            described[name] = values[0]
+    return described
+
+
+def open_run_dir(options, config, described, stack):
+    """Return the run's folder, for this process alone: new, or that of the same run.
+
+    described: what config.json is to say. stack: ends the claim on the folder.
+    """
     name = options.run_name or f"{env_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = wanted = pathlib.Path(options.run_dir or f"runs/{name}")
-    try:
-        for number in itertools.count(2):
+    for number in itertools.count(2):
+        try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # where another process was faster
-                if not any(run_dir.iterdir()):
-                    (run_dir / "config.json").touch(exist_ok=False)
-                    break
-            if options.run_dir or options.run_name:
-                refuse("run_dir", str(run_dir), "new or empty: there is something in it")
-            run_dir = wanted.with_name(f"{wanted.name}-{number}")
-        write_config(run_dir, config, seed=options.seed, n_seeds=options.n_seeds)
+            is_free = claim_folder(run_dir, stack)
+            if is_free and not os.listdir(run_dir):
+                write_config(run_dir, described)
+                return run_dir
+        except OSError as error:
+            right = f"a folder of yours; it can't be written ({error.strerror})"
+            refuse("run_dir", str(run_dir), right)
+        is_named = options.run_dir or options.run_name
+        if is_named and not is_free:
+            refuse("run_dir", str(run_dir), "a folder in which no other process trains")
+        if is_named and not is_run_folder(run_dir):
+            refuse("run_dir", str(run_dir), "new or empty: there is something in it")
+        if is_named:
+            check_same_run(run_dir, described)
+            return run_dir
+        run_dir = wanted.with_name(f"{wanted.name}-{number}")
+
+
+def claim_folder(folder, stack):
+    """Claim a folder until the stack is closed; returns False where another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        return True
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        right = f"a folder of yours; it can't be written ({error.strerror})"
-        refuse("run_dir", str(run_dir), right)
-    return run_dir
+        os.close(handle)
+        return not isinstance(error, BlockingIOError)  # a file system without locks
+    stack.callback(os.close, handle)
+    return True
+
+
+def check_same_run(run_dir, described):
+    """Refuse to go on in the folder of a run with other settings."""
+    stored = read_file(run_dir / "config.json")
+    described = json.loads(json.dumps(described, default=str))
+    for name in described:
+        if name not in objects_in(described) and stored.get(name) != described[name]:
+            right = f"{stored.get(name)!r} as in {run_dir}, or run_dir another folder"
+            refuse(name, described[name], right)
 
 
 def env_name(config):
@@ -2935,33 +3822,144 @@ def env_name(config):
     return re.sub(r"[^\w.-]", "-", name)
 
 
-def run_training(config, options, callback=None):
-    """Train, show progress and leave a run folder; returns the exit code."""
-    make_env(config)
-    start = jax.random.split(jax.random.key(options.seed), options.n_seeds)
-    reset = options.reset_num_timesteps
-    if options.resume is not None:
-        _, start = load_population(options.resume, config)
-        n_agents = len(start.n_updates)
-        if n_agents != options.n_seeds:
-            refuse("n_seeds", options.n_seeds, f"{n_agents}, the agents in {options.resume}")
-        check_resumable(config, start, reset)
-    run_dir = new_run_dir(options, config)
-    shown = options.verbose > 0 and options.progress_bar
-    more = dict(run_dir=run_dir, reset_num_timesteps=reset, progress_bar=shown)
+def share_text(text):
+    """Return process 0's text in every process."""
+    if jax.process_count() == 1:
+        return text
+    from jax.experimental import multihost_utils
+
+    letters = np.zeros(4096, np.uint8)
+    letters[: len(text.encode())] = list(text.encode())
+    return bytes(multihost_utils.broadcast_one_to_all(letters)).rstrip(b"\0").decode()
+
+
+def program_folder(run_dir, number, n_programs):
+    """Return the folder of a population's checkpoints: the run's, or one for each program."""
+    return pathlib.Path(run_dir) if n_programs == 1 else pathlib.Path(run_dir, f"program-{number}")
+
+
+def run_training(settings, options, callback=None, described=None):
+    """Train, show progress and leave a run folder; returns the exit code.
+
+    settings: pairs of the values that are swept, by name, and a config. callback: as
+    `train_population` has it. described: what config.json says.
+    """
+    populations = make_populations(settings, options.n_seeds, options.seed, options.evolve)
+    for config, *_ in populations:
+        make_env(config)
+        check_evolving(config, options.evolve)
+    if options.resume != "auto":
+        source = program_folder(options.resume, 0, len(populations))
+        find_start(populations[0], source, options, is_own=False)
+    described = described or describe_run(settings, options, settings[0][0])
     with contextlib.ExitStack() as stack:
+        run_dir = None
+        if jax.process_index() == 0:
+            run_dir = open_run_dir(options, settings[0][1], described, stack)
+        run_dir = pathlib.Path(share_text(str(run_dir)))
+        is_new = not (run_dir / "metrics.csv").exists()
         try:
-            loggers = open_loggers(options, run_dir, stack)
-            report = RunReport(run_dir, config, options, loggers, callback)
+            loggers = []
+            if jax.process_index() == 0:
+                loggers = open_loggers(options, run_dir, stack)
+            report = RunReport(run_dir, options, populations, loggers, callback)
+            stack.callback(report.bar.close)
             catch_signals(report, stack)
-            agents, metrics = train_population(config, start, report, **more)
+            for number in range(len(populations)):
+                run_population(report, populations, number)
+                if report.is_over:
+                    break
         except (KeyboardInterrupt, ConfigError):
-            if not (run_dir / "checkpoint").exists():  # nothing was learnt
-                (run_dir / "config.json").unlink()
+            is_empty = is_new and not (run_dir / "metrics.csv").exists()
+            if is_empty and jax.process_index() == 0:  # nothing was learnt
+                (run_dir / "config.json").unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # a logger's files stay
                     run_dir.rmdir()
             raise
-        return finish_run(report, agents, metrics)
+        return finish_run(report, settings)
+
+
+def find_start(population, folder, options, is_own):
+    """Return the config and the keys or agents with which a population begins.
+
+    folder: of a checkpoint, if there is one; the agents go on from it. is_own: whether this very
+    run saved it.
+    """
+    config, keys, _ = population
+    if not has_checkpoint(folder) and options.resume == "auto":
+        return config, keys
+    objects = pick(vars(config), objects_in(plain_settings(config)))
+    stored, agents = load_agents(folder, **objects)
+    config = config.replace(**pick(vars(stored), options.evolve))
+    if not agents.n_updates.ndim:  # saved from Python
+        agents = jax.tree.map(lambda x: x[None], agents)
+    if len(agents.n_updates) != len(keys):
+        n_agents, n_given = len(agents.n_updates), len(keys)
+        refuse("n_seeds", options.n_seeds, f"such that {n_agents} agents go on, not {n_given}")
+    if not is_own or agents.n_updates[0] < config.n_updates:
+        check_resumable(config, agents, options.reset_num_timesteps and not is_own)
+    return config, agents
+
+
+def run_population(report, populations, number):
+    """Train one of the populations, from its last checkpoint on if there is one.
+
+    The next population's program is compiled meanwhile.
+    """
+    options, run_dir = report.options, report.run_dir
+    population = populations[number]
+    source = folder = program_folder(run_dir, number, len(populations))
+    is_own = options.resume == "auto" or has_checkpoint(folder)
+    restart = options.reset_num_timesteps and not is_own
+    if not is_own:
+        source = program_folder(options.resume, number, len(populations))
+        earlier = pathlib.Path(options.resume, "metrics.csv")
+        evolved = read_file(earlier.with_name("config.json")).get("evolve", [])
+        is_same = report.n_settings == 1 and evolved == list(options.evolve)
+        is_first = number == 0 and jax.process_index() == 0
+        if is_same and is_first and not restart and earlier.exists():
+            (run_dir / "metrics.csv").write_text(earlier.read_text())
+    config, start = find_start(population, source, options, is_own)
+    n_done = 0
+    if isinstance(start, Agent) and not restart:
+        n_done = int(start.n_updates[0])
+    report.begin(population, folder, n_done)
+    if n_done == config.n_updates:
+        report.end(config, start, number)
+        return
+    if number + 1 < len(populations):
+        job = (populations[number + 1], options)
+        threading.Thread(target=compile_ahead, args=job, daemon=True).start()
+    chunks = train_chunks(
+        config,
+        start,
+        len(population.keys),
+        seconds=0.5,
+        restart=restart,
+        memory_limit=options.memory_limit,
+        evolve=options.evolve,
+        evolve_every=options.evolve_every,
+    )
+    agents = None
+    try:
+        for config, agents, metrics in chunks:
+            if report(config, agents, metrics):
+                break
+    except BaseException as error:
+        is_alone = jax.process_count() == 1
+        if is_alone and agents is not None and not agents.n_updates.is_deleted():
+            report.save(config, agents)
+            error.add_note(f"What was learnt is in {run_dir}; load_agents reads it.")
+        raise
+    report.end(config, agents, number)
+
+
+def compile_ahead(population, options):
+    """Compile what `train_chunks` is going to run for a population, while another one trains."""
+    config, keys, _ = population
+    with contextlib.suppress(Exception):  # which shows again when the population's turn comes
+        train = training_program(config, options.evolve, len(keys))
+        plan_turns(train, config, len(keys), options.memory_limit or sys.maxsize)
 
 
 def catch_signals(report, stack):
@@ -2970,58 +3968,133 @@ def catch_signals(report, stack):
         return  # which alone gets signals
 
     def interrupt(number, frame):
-        report.interrupted = True
+        report.signal = number
         signal.signal(number, signal.SIG_DFL)
         if report.compiled is None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         stack.callback(signal.signal, number, signal.signal(number, interrupt))
 
 
-def finish_run(report, agents, metrics):
+def finish_run(report, settings):
     """Write and print what a run leaves; returns the exit code."""
-    config, options, run_dir = report.config, report.options, report.run_dir
-    seconds = time.perf_counter() - report.compiled
-    steps = (int(metrics["timesteps"][0, -1]) - report.first_steps) * options.n_seeds
-    has_diverged = ~are_finite(agents)
+    options, run_dir = report.options, report.run_dir
+    config = settings[0][1]
+    names = [name for name in settings[0][0] if name not in options.evolve]
+    report.bar.close()
     code = 0
-    if report.interrupted:
-        code = 130
+    if report.signal:
+        code = 128 + report.signal
+    if jax.process_index() > 0:
+        return code
     try:
-        report.save(agents)
-        report.write_metrics(metrics, "w")
-        plot_learning_curve(run_dir / "learning_curve.png", config, metrics)
+        if report.error:
+            raise report.error
+        report.write_rows()
+        table = write_results(report, config, names)
     except Exception as error:
         complain(f"error: {run_dir} can't be written ({error}); its last checkpoint is whole")
         code = 1
-    if has_diverged.all():
+        returns = np.array([row["return"] for row in report.agents])
+        has_diverged = np.array(["diverged_at" in row for row in report.agents])
+        table = summary_table("last returns of training", returns, has_diverged)
+    for row in report.agents:
+        if "diverged_at" in row:
+            where = f"at step {row['diverged_at']:,}: {row['diverged_in']} not finite"
+            complain(f"agent {row['agent']} (setting {row['setting']}) diverged {where}")
+    if all("diverged_at" in row for row in report.agents):
         complain("error: all agents diverged: a reward, an observation or a loss was not finite")
         code = 3
     if options.verbose:
-        title = f"{env_name(config)}, last {config.stats_window_size} episodes of training"
-        print(summary_table(title, metrics["return"][:, -1], has_diverged))
-        compile_seconds = report.compiled - report.started
-        speed = f"{steps / seconds:,.0f} steps/s"
-        if config.frame_skip > 1:
-            speed += f" of up to {config.frame_skip} frames each"
-        print(f"compile {compile_seconds:.1f} s   run {seconds:.1f} s   {speed}")
-        try:
-            check_objects(run_dir, read_file(run_dir / "config.json"))
-            print(f"results in {run_dir}; play them with: python ppo_jax.py --eval {run_dir}")
-        except ConfigError as error:
-            print(f"results in {run_dir}; {error}")
+        print(table)
+        print_end(report, config)
     return code
 
 
+def write_results(report, config, names):
+    """Write agents.csv and the pictures of a run; returns the table of its results as text."""
+    import pandas
+
+    run_dir, title = report.run_dir, "PPO"
+    if "env" not in names:
+        title = f"PPO on {env_name(config)}"
+    if config.frame_skip > 1:
+        title += f", steps of up to {config.frame_skip} frames"
+    metrics = pandas.read_csv(run_dir / "metrics.csv")
+    agents = agent_results(report.agents, metrics, report.options)
+    agents.to_csv(run_dir / "agents.csv", index=False)
+    results = setting_results(agents, names)
+    plot_learning_curves(run_dir / "learning_curve.png", title, metrics, results, names)
+    title += f", last {config.stats_window_size} episodes of training"
+    if names:
+        plot_sweep(run_dir / "sweep.png", title, results, names)
+        return sweep_table(title, results)
+    return summary_table(title, agents["return"].to_numpy(), agents["diverged_at"].notna())
+
+
+def print_end(report, config):
+    """Print how fast a run was and what can be done with it."""
+    run_dir, bar = report.run_dir, report.bar
+    if report.compiled is None:
+        print(f"{run_dir} was finished already: nothing was left to train")
+    else:
+        seconds = time.perf_counter() - report.compiled
+        speed = f"{report.n_steps / seconds:,.0f} steps/s"
+        if config.frame_skip > 1:
+            speed += f" of up to {config.frame_skip} frames each"
+        compile_seconds = report.compiled - report.started
+        print(f"compile {compile_seconds:.1f} s   run {seconds:.1f} s   {speed}")
+    if report.signal:
+        print(f"interrupted at {bar.n:,} of {bar.total:,} steps; to go on:")
+        words = ["--config", f"{run_dir}/config.json", "--run-dir", str(run_dir)]
+        if report.options.resume != "auto":
+            words += ["--resume", report.options.resume]
+        print("python ppo_jax.py", shlex.join(words))
+    objects = objects_in(plain_settings(config))
+    if objects:
+        print(f"results in {run_dir}; load_agents(…, {objects[0]}=…) reads its agents")
+    else:
+        print(f"results in {run_dir}; play them with: python ppo_jax.py --eval {run_dir}")
+
+
 def run_evaluation(options):
-    """Play the agents of a run folder and print their returns; returns the exit code."""
-    config, agents = load_population(options.eval)
+    """Play agents of a run folder and print their returns; returns the exit code."""
+    import pandas
+
+    run_dir = pathlib.Path(options.eval).expanduser()
+    folder, rows, which = run_dir, None, ""
+    if (run_dir / "agents.csv").exists():
+        table = pandas.read_csv(run_dir / "agents.csv")
+        rows = table[table["setting"] == setting_results(table, ())["setting"][0]]
+        if len(rows) < len(table):
+            which = f", setting {rows['setting'].iloc[0]}"
+        if options.agent:
+            rows = table[table["agent"].isin(options.agent)]
+            which = f", agent {' '.join(map(str, options.agent))}"
+        if len(rows) < len(set(options.agent)):
+            refuse("agent", options.agent, f"below {len(table)}, the agents in {run_dir}")
+        if rows["program"].nunique() > 1:
+            refuse("agent", options.agent, "such that one program trained all of them")
+        folder = run_dir / f"program-{rows['program'].iloc[0]}"
+        if not folder.exists():
+            folder = run_dir
+        firsts = table.groupby("program")["agent"].transform("min")
+        rows = (rows["agent"] - firsts[rows.index]).to_numpy()
+    config, agents = load_agents(folder)
+    config = config.replace(devices_per_agent=1)  # each agent plays on one
+    if not agents.n_updates.ndim:
+        agents = jax.tree.map(lambda x: x[None], agents)
+    if rows is not None:
+        config = jax.tree.map(lambda x: np.broadcast_to(x, len(agents.n_updates))[rows], config)
+        agents = jax.tree.map(lambda x: x[rows], agents)
     limits = dict(n_episodes=options.n_episodes, max_steps=options.max_steps)
     play = on_every_device(evaluate, **limits)  # all agents the same episodes
     returns = np.asarray(play(config, agents, jax.random.key(options.seed)))
-    title = f"{env_name(config)}, mean of {options.n_episodes} episodes, most probable actions"
-    print(summary_table(title, known_mean(returns, axis=1), ~are_finite(agents)))
+    episodes = f"mean of {options.n_episodes} episodes, most probable actions"
+    title = f"{env_name(config)}{which}, {episodes}"
+    returns_known = known_mean(returns, axis=1)
+    print(summary_table(title, returns_known, is_failing(agents), sorted(options.agent)))
     n_unknown = np.isnan(returns).sum()
     if n_unknown:
         print(f"{n_unknown} episodes did not end within {options.max_steps:,} steps (--max-steps)")
@@ -3068,7 +4141,8 @@ def choose_device(kind):
 def main(argv=None):
     """Run the command line; returns the exit code.
 
-    0, 1: results could not be written, 2: a user's mistake, 3: all agents diverged, 130: Ctrl-C.
+    0: all is well. 1: results could not be written, or another process ended. 2: a user's mistake.
+    3: all agents diverged. 130: Ctrl-C. 143: SIGTERM.
     """
     with contextlib.suppress(RuntimeError):  # JAX has started, with the devices that it has
         use_every_core()
@@ -3086,7 +4160,7 @@ def main(argv=None):
 def run_command(argv):
     """Train or play, as the arguments say; returns the exit code of `main`."""
     try:
-        config, options = parse_arguments(argv)
+        settings, options, described = parse_arguments(argv)
         if options.device != "auto":
             choose_device(options.device)
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -3095,13 +4169,18 @@ def run_command(argv):
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         if options.eval is not None:
             return run_evaluation(options)
-        return run_training(config, options)
+        return run_training(settings, options, described=described)
     except ConfigError as error:
         complain(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        complain(f"error: another process ended ({error}); the last checkpoint is whole")
+        return 1
+    except KeyboardInterrupt as stop:
         complain("interrupted")
-        return 130
+        return 128 + (stop.args or (signal.SIGINT,))[0]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What tests let processes of their own do, which are forked from one that has ppo_jax imported."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
-import pathlib
 import time
 
 FORK = multiprocessing.get_context("forkserver")
@@ -35,29 +35,35 @@ def save_for_ever(run_dir, config, agents, saved):
 def claim(folder, name, n_folders, together, results):
     """Ask for run folders at the same moments as others; put what was given, or None.
 
+    Each folder is kept until all have got an answer.
+
     name: of a folder to insist on, with its number; None: such as belong to one second.
     """
     import ppo_jax
 
     os.chdir(folder)
-    list_folder = pathlib.Path.iterdir
+    list_folder = os.listdir
 
     def list_slowly(path):
         """See the same files as others do, as on a slow disk."""
-        found = list(list_folder(path))
+        found = list_folder(path)
         time.sleep(0.01)
-        return iter(found)
+        return found
 
-    pathlib.Path.iterdir = list_slowly
+    os.listdir = list_slowly
     now = time.strftime("%Y%m%d-%H%M%S")
     time.strftime = lambda *given: now
     config = ppo_jax.PPOConfig(env=Nowhere())
     given = []
-    for number in range(n_folders):
-        wanted = name and f"{name}-{number}"
+    with contextlib.ExitStack() as stack:
+        for number in range(n_folders):
+            options = ppo_jax.RunOptions(run_dir=name and f"{name}-{number}")
+            described = ppo_jax.describe_run([({}, config)], options, {})
+            together.wait()
+            try:
+                given.append(str(ppo_jax.open_run_dir(options, config, described, stack)))
+            except ppo_jax.ConfigError as refusal:
+                assert "no other process" in str(refusal)
+                given.append(None)
+        results.put(given)
         together.wait()
-        try:
-            given.append(str(ppo_jax.new_run_dir(ppo_jax.RunOptions(run_dir=wanted), config)))
-        except ppo_jax.ConfigError:
-            given.append(None)
-    results.put(given)

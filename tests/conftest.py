@@ -2,3 +2,16 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Let go of a file's compiled programs: Linux allows a process 65,530 mappings in memory.
+
+    With those of all files, a worker came to that limit, and XLA crashed while it compiled.
+    """
+    yield
+    jax.clear_caches()

@@ -34,7 +34,7 @@ def display(obs_space, action_space, show):
 
 def echo(action_space):
     """Return an environment that shows the integers of the action which reached it in a row."""
-    n_parts = len(ppo_jax.action_sizes(action_space))
+    n_parts = len(ppo_jax.Space(action_space).sizes)
 
     def reset(key):
         return jnp.zeros(n_parts), State(jnp.int32(0))
@@ -106,7 +106,7 @@ class Match(Environment):
 
     def __init__(self, action_space, obs="array", n_tasks=1):
         self.actions, self.obs, self.n_tasks = action_space, obs, n_tasks
-        self.sizes = ppo_jax.action_sizes(action_space)
+        self.sizes = ppo_jax.Space(action_space).sizes
 
     @property
     def default_params(self):

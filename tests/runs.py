@@ -1,5 +1,6 @@
 """Small runs, and what the tests of settings, folders and the command line share."""
 
+import contextlib
 import csv
 import os
 import pathlib
@@ -54,10 +55,29 @@ def finish(process, timeout=300):
     return process.returncode, out, error
 
 
-def read_rows(run_dir):
-    """Return the rows of a run's metrics.csv, by column."""
-    with open(pathlib.Path(run_dir) / "metrics.csv", newline="") as file:
+def read_rows(run_dir, name="metrics.csv"):
+    """Return the rows of a run's metrics.csv, or of another table, by column."""
+    with open(pathlib.Path(run_dir) / name, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def alone(config):
+    """Return the settings, as `run_training` takes them, of a run without a sweep."""
+    return [({}, config)]
+
+
+def parse_one(argv):
+    """Return the config and the run options that arguments without a sweep give."""
+    [(chosen, config)], options, _ = ppo_jax.parse_arguments(argv)
+    assert chosen == {}
+    return config, options
+
+
+def claim_run(options, config):
+    """Return the folder of a run without a sweep; it is free for others afterwards."""
+    described = ppo_jax.describe_run(alone(config), options, {})
+    with contextlib.ExitStack() as stack:
+        return ppo_jax.open_run_dir(options, config, described, stack)
 
 
 def flags(settings):

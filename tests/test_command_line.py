@@ -15,7 +15,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from faulty_environments import Bare, spoiling
+from faulty_environments import Bare, is_whole, spoiling
 from helpers import jit
 from runs import (
     CONFIG,
@@ -24,6 +24,7 @@ from runs import (
     SIZES,
     SMALL,
     UNCACHED,
+    alone,
     assert_one_line,
     assert_same_agents,
     finish,
@@ -31,7 +32,6 @@ from runs import (
     start,
 )
 
-import ppo_jax
 from ppo_jax import ConfigError, PPOConfig, RunOptions, load_agents, main, run_training, train
 
 
@@ -57,17 +57,20 @@ def test_a_run_leaves_its_config_metrics_curve_and_agents(run):
     assert settings["seed"] == 5 and settings["n_seeds"] == 3
     agents, metrics = jit(jax.vmap(train, (None, 0)))(CONFIG, KEYS)
     rows = read_rows(run)
-    assert [int(row["timesteps"]) for row in rows] == [32, 64, 96]
     first, others = ["timesteps", "return", "length"], sorted(metrics)
     columns = first + [name for name in others if name not in first]
-    assert list(rows[0]) == columns + [f"return_seed_{i}" for i in range(3)]
-    for name in metrics:
-        expected = ppo_jax.known_mean(np.asarray(metrics[name]), axis=0)
-        found = [float(row[name]) for row in rows]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert list(rows[0]) == ["setting", "seed", *columns]
+    assert {row["setting"] for row in rows} == {"0"} and len(rows) == 9
     for seed in range(3):
-        found = [float(row[f"return_seed_{seed}"]) for row in rows]
-        np.testing.assert_allclose(found, metrics["return"][seed], rtol=1e-5)
+        curve = [row for row in rows if row["seed"] == str(seed)]
+        assert [int(row["timesteps"]) for row in curve] == [32, 64, 96]
+        for name in metrics:
+            found = [float(row[name]) for row in curve]
+            np.testing.assert_allclose(found, metrics[name][seed], rtol=1e-4, atol=1e-6)
+    results = read_rows(run, "agents.csv")
+    assert [row["agent"] for row in results] == [row["seed"] for row in results] == list("012")
+    returns = [float(row["return"]) for row in results]
+    np.testing.assert_allclose(returns, metrics["return"][:, -1], rtol=1e-5)
     config, loaded = load_agents(run)
     assert config == CONFIG
     jax.tree.map(
@@ -77,6 +80,7 @@ def test_a_run_leaves_its_config_metrics_curve_and_agents(run):
     )
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in run.iterdir()) == [
+        "agents.csv",
         "checkpoint",
         "config.json",
         "learning_curve.png",
@@ -99,9 +103,34 @@ def test_eval_says_which_episodes_did_not_end(run, capsys):
     assert "9 episodes did not end within 2 steps" in printed
 
 
-def test_a_used_folder_is_refused_and_left_alone(run, capsys):
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--seed", "6"], ["seed", "6", "5", "run_dir"]),
+        (["--n-steps", "16", "--total-timesteps", "192"], ["total_timesteps", "192", "96"]),
+    ],
+)
+def test_the_folder_of_another_run_is_refused_and_left_alone(more, words, run, capsys):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    assert main([*SMALL, "--run-dir", str(run)]) == 2
+    assert main([*SMALL, "--run-dir", str(run), *more]) == 2
+    assert_one_line(capsys.readouterr().err, str(run), *words)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("found", ["notes.txt", "config.json"])
+def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(found, tmp_path, capsys):
+    """Also where it is another program's config, or that of agents saved from Python."""
+    (tmp_path / found).write_text('{"env": "CartPole-v1"}')
+    before = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
+    assert main([*SMALL, "--run-dir", str(tmp_path)]) == 2
+    assert_one_line(capsys.readouterr().err, "run_dir", str(tmp_path))
+    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == before
+
+
+def test_the_folder_that_another_run_goes_on_from_is_not_written_over(run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    more = ["--resume", str(run), "--total-timesteps", "192"]
+    assert main([*more, "--run-dir", str(run), UNCACHED]) == 2
     assert_one_line(capsys.readouterr().err, "run_dir", str(run))
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -126,6 +155,7 @@ def test_another_number_of_agents_cannot_go_on(run, tmp_path, capsys):
         ([], ["total_timesteps", "96"]),
         (["--total-timesteps", "192", "--net-arch", "16"], ["agents", "params"]),
         (["--total-timesteps", "192", "--n-steps", "16"], ["n_steps", "16", "8"]),
+        (["--total-timesteps", "960", "--n-steps", "16"], ["n_steps", "16", "8"]),
         (["--reset-num-timesteps", "--net-arch", "16"], ["agents", "params"]),
     ],
 )
@@ -153,7 +183,7 @@ def test_verbose_1_shows_progress_unless_told_not_to(tmp_path, capsys):
         assert main([*SMALL, "--run-dir", str(tmp_path / name), flag]) == 0
         out, error = capsys.readouterr()
         assert "mean of 3" in out and f"--eval {tmp_path / name}" in out
-        assert ("of 96" in out + error) == (name == "with")
+        assert ("of 288" in out + error) == (name == "with")
 
 
 # ------------------------------------------------------------------------------ what is not finite
@@ -167,30 +197,44 @@ SPOILT = PPOConfig(**SIZES | dict(env=Bare(step=spoiling(11), max_steps=12), nor
 def test_agents_that_all_diverged_end_in_exit_code_3(tmp_path, capsys):
     """A reward that is NaN once an episode, in the second update, in every environment."""
     run_dir = tmp_path / "run"
-    assert run_training(SPOILT, RunOptions(n_seeds=2, run_dir=str(run_dir))) == 3
+    assert run_training(alone(SPOILT), RunOptions(n_seeds=2, run_dir=str(run_dir))) == 3
     out, error = capsys.readouterr()
-    assert "diverged" in error and "finite" in error and "Traceback" not in error
+    assert "all agents diverged" in error and "Traceback" not in error
+    for agent in (0, 1):
+        said = f"agent {agent} (setting 0) diverged at step 64: reward not finite"
+        assert error.count(said) == 1, error
     assert len(DIVERGED.findall(out)) == 2 and "no episode ended" not in out
-    assert [float(row["length"]) for row in read_rows(run_dir)][1:] == [12.0] * 2
+    assert [float(row["length"]) for row in read_rows(run_dir)][2:] == [12.0] * 4
+    for row in read_rows(run_dir, "agents.csv"):
+        assert float(row["diverged_at"]) == 64 and row["diverged_in"] == "reward"
     _, agents = load_agents(run_dir, SPOILT)
-    assert not any(np.isfinite(leaf).all() for leaf in jax.tree.leaves(agents.params))
+    assert is_whole(agents.params) and agents.n_updates.tolist() == [3, 3]
 
 
-def test_a_good_checkpoint_stays_when_all_agents_diverge(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_jax.RunReport, "checkpoint_seconds", 0.0)
-    options = RunOptions(n_seeds=2, run_dir=str(tmp_path / "run"), verbose=0)
-    assert run_training(SPOILT, options, lambda *chunk: None) == 3
-    _, agents = load_agents(tmp_path / "run", SPOILT)
-    assert agents.n_updates.tolist() == [1, 1]
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(agents.params))
+def test_a_good_checkpoint_stays_when_all_agents_diverge(tmp_path):
+    """The first of them is written after the second chunk at the earliest; they diverge later."""
+    config = SPOILT.replace(env=Bare(step=spoiling(35), max_steps=36), total_timesteps=160)
+    options = dict(n_seeds=2, run_dir=str(tmp_path / "run"), verbose=0)
+    assert run_training(alone(config), RunOptions(**options, checkpoint_seconds=1e-9)) == 3
+    _, agents = load_agents(tmp_path / "run", config)
+    assert agents.n_updates.tolist() in ([2, 2], [3, 3], [4, 4])
+    assert not agents.failing_since.any() and is_whole(agents.params)
 
 
 def test_one_agent_that_diverged_spoils_nothing_of_the_others(tmp_path, capsys):
-    config = CONFIG.replace(learning_rate=[1e-3, 1e38, 1e-3])
-    assert run_training(config, RunOptions(n_seeds=3, run_dir=str(tmp_path / "run"))) == 0
+    """They are of one setting, as those of a population that evolves are."""
+    settings = []
+    for rate in (1e-3, 1e38, 1e-3):
+        settings.append(({"learning_rate": rate}, CONFIG.replace(learning_rate=rate)))
+    evolve = dict(evolve=("learning_rate",), evolve_every=100)  # which is never, then
+    options = RunOptions(n_seeds=1, run_dir=str(tmp_path / "run"), **evolve)
+    assert run_training(settings, options) == 0
     out, error = capsys.readouterr()
-    assert DIVERGED.findall(out) == ["1"] and "mean of 2" in out and "diverged" not in error
-    assert all(np.isfinite(float(row["value_loss"])) for row in read_rows(tmp_path / "run"))
+    assert DIVERGED.findall(out) == ["1"] and "mean of 2" in out
+    assert error.count("diverged") == 1 and "agent 1 (setting 0) diverged at step" in error
+    others = [row for row in read_rows(tmp_path / "run") if row["seed"] != "1"]
+    assert len(others) == 6 and all(np.isfinite(float(row["value_loss"])) for row in others)
+    assert is_whole(load_agents(tmp_path / "run")[1].params)
     assert main(["--eval", str(tmp_path / "run"), "--n-episodes", "2", UNCACHED]) == 0
     out = capsys.readouterr().out
     assert DIVERGED.findall(out) == ["1"] and "mean of 2" in out
@@ -207,16 +251,16 @@ def wait_for(process, there, seconds=200):
     return there()
 
 
-LONG = [*SMALL[:-1], "--total-timesteps", "1e9"]
+LONG = [*SMALL[:-1], "--total-timesteps", "1e9", "--log-interval", "1"]
 
 
 def assert_saved_at_its_last_row(run_dir):
     """Assert that a run left its agents as they were at the last row of its metrics."""
     config, agents = load_agents(run_dir)
     assert config == CONFIG.replace(total_timesteps=10**9)
-    rows = read_rows(run_dir)
-    assert int(agents.n_updates[0]) * 32 == int(rows[-1]["timesteps"])
-    assert [int(row["timesteps"]) for row in rows] == [32 * n for n in range(1, len(rows) + 1)]
+    n_updates = int(agents.n_updates[0])
+    table = [(int(row["timesteps"]), int(row["seed"])) for row in read_rows(run_dir)]
+    assert table == [(32 * n, seed) for n in range(1, n_updates + 1) for seed in range(3)]
 
 
 def test_ctrl_c_saves_what_was_learnt(tmp_path, cache):
@@ -229,6 +273,18 @@ def test_ctrl_c_saves_what_was_learnt(tmp_path, cache):
     assert_saved_at_its_last_row(tmp_path / "run")
     assert (tmp_path / "run" / "learning_curve.png").exists()
     assert list((pathlib.Path(cache["XDG_CACHE_HOME"]) / "ppo_jax").iterdir())
+
+
+def test_ctrl_c_before_the_first_row_of_metrics_saves_what_was_learnt(tmp_path, cache):
+    """A run this long has one in a thousand updates."""
+    process = start(*LONG[:-2], "--run-dir", "run", folder=tmp_path, **cache)
+    assert wait_for(process, (tmp_path / "run" / "metrics.csv").exists)
+    process.send_signal(signal.SIGINT)
+    code, out, error = finish(process, timeout=100)
+    assert code == 130, error
+    assert "Traceback" not in error and "to go on" in out
+    n_updates = load_agents(tmp_path / "run")[1].n_updates
+    assert n_updates.tolist() == [n_updates[0]] * 3 and n_updates[0] > 0
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path, cache):
@@ -259,7 +315,7 @@ def test_sigterm_saves_too_and_a_log_file_gets_lines_meanwhile(tmp_path, cache):
         told = wait_for(process, lambda: "return" in log.read_text(errors="replace"), 60)
     finally:
         process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=100) == 130
+    assert process.wait(timeout=100) == 143
     text = log.read_text()
     assert told and "Traceback" not in text
     lines = [line for line in text.splitlines() if " of " in line and "return" in line]
@@ -300,7 +356,7 @@ def test_a_closed_pipe_loses_nothing(ending, tmp_path, cache):
     printed = run_in_bash([*SMALL[:-1], "--run-dir", "run"], ending, tmp_path, cache)
     assert "Traceback" not in printed and "Error" not in printed
     assert load_agents(tmp_path / "run")[1].n_updates.tolist() == [3, 3, 3]
-    assert len(read_rows(tmp_path / "run")) == 3
+    assert len(read_rows(tmp_path / "run")) == 9
     assert (tmp_path / "run" / "learning_curve.png").exists()
 
 
@@ -320,7 +376,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_it(run, tmp_path, monkeypatch, c
         main(["--help"])
     out, error = (stream.buffer.getvalue().decode("ascii") for stream in streams.values())
     assert "runs/?bung" in out and "seed 2" in out and "--n-seeds" in out
-    assert "config" in error
+    assert "checkpoint" in error
     assert load_agents("runs/übung")[0] == CONFIG
 
 
@@ -349,7 +405,7 @@ def test_a_run_in_a_thread_ends_well(tmp_path):
 
     def work():
         options = RunOptions(n_seeds=3, seed=5, run_dir=str(tmp_path / "run"), verbose=0)
-        codes.append(run_training(CONFIG, options))
+        codes.append(run_training(alone(CONFIG), options))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -370,7 +426,7 @@ def test_the_handlers_of_signals_come_back(tmp_path):
 
     try:
         options = RunOptions(n_seeds=3, run_dir=str(tmp_path / "run"), verbose=0)
-        assert run_training(CONFIG, options, look) == 0
+        assert run_training(alone(CONFIG), options, look) == 0
         assert seen and mine not in seen and signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -106,7 +106,7 @@ def test_gsde_is_that_of_stable_baselines3():
     with np.load(GOLDEN / "gsde.npz") as stored:
         golden = {name: jnp.asarray(stored[name]) for name in stored}
     log_std = golden["log_std"]
-    distribution = StateDependentGaussian(golden["mean"], golden["latent"], log_std)
+    distribution = StateDependentGaussian(golden["mean"], log_std, golden["latent"])
     found = {
         "action": distribution.sample(golden["noise_matrix"] / jnp.exp(log_std)),
         "log_prob": distribution.log_prob(golden["action"]),

@@ -26,6 +26,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 SOURCE = (ROOT / "ppo_jax.py").read_text()
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = "pip install -r requirements.txt && pytest"
+(JOB,) = [
+    code.strip()
+    for code in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    if "#SBATCH" in code
+]
 # What most tests cost is compiling, which takes two thirds of the time like this.
 QUICKLY = "--xla_backend_optimization_level=1"
 if jax.__version_info__ < (0, 11):  # newer ones have no such option
@@ -71,22 +76,26 @@ def run(folder, *command, code=0):
 
 
 def test_every_command_runs(folder):
-    commands = [block for block in blocks("bash") if block.strip() != TEST_COMMAND]
-    assert len(commands) == len(blocks("bash")) - 1  # this very test is the other one
+    others = (TEST_COMMAND, JOB)  # this very test, and one for a cluster
+    commands = [block for block in blocks("bash") if block.strip() not in others]
+    assert len(commands) == len(blocks("bash")) - 2
     for command in commands:
         # Fewer steps show as much; the first command is the main job and runs as it stands.
-        for steps, fewer in (("3e5", "2e4"), ("4e5", "3e4"), ("1e5", "1e4")):
-            command = command.replace(steps, fewer)
+        fewer = {"3e5": "2e4", "4e5": "3e4", "1e5": "1e4"}
+        fewer["--n-seeds 8"] = "--n-seeds 2 --total-timesteps 1e4"
+        for words, shorter in fewer.items():
+            command = command.replace(words, shorter)
         run(folder, "bash", "-ec", command)
     (first,) = folder.glob("runs/CartPole-v1-*")
     table = re.findall(r"^\| `(.*?)`", section("What a run leaves"), re.MULTILINE)
+    assert set(table) == {path.name for path in (folder / "runs/sweep").iterdir()}
     for run_dir in (first, folder / "runs/ten", folder / "runs/longer", folder / "runs/corridor"):
-        assert sorted(table) == sorted(path.name for path in run_dir.iterdir())
+        assert set(table) == {path.name for path in run_dir.iterdir()} | {"sweep.png"}
     with open(first / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {"timesteps", "return", "length", "policy_loss", "return_seed_3"} <= set(rows[0])
-    assert len(rows) == ppo_jax.PPOConfig("CartPole-v1").n_updates
-    assert float(rows[-1]["return"]) > 475
+    assert {"setting", "seed", "timesteps", "return", "length", "policy_loss"} <= set(rows[0])
+    assert len(rows) == 4 * ppo_jax.PPOConfig("CartPole-v1").n_updates
+    assert np.mean([float(row["return"]) for row in rows[-4:]]) > 475
 
 
 def test_the_inline_command_is_real(folder):
@@ -184,7 +193,7 @@ flags = "--n-envs 4 --n-steps 32 --total-timesteps 1280 --n-seeds 2 --run-dir ru
 assert main([*flags.split(), "--kl-coef", "linear_0.5", "--tensorboard-log", "logs"]) == 0
 with open("run/metrics.csv", newline="") as file:
     penalties = [float(row["kl_penalty"]) for row in csv.DictReader(file)]
-assert len(penalties) == 10 and penalties[0] > 0
+assert len(penalties) == 2 * 10 and penalties[0] > 0
 (events,) = pathlib.Path("logs").glob("*/events*")
 assert b"ppo/kl_penalty" in events.read_bytes()
 """,
@@ -271,9 +280,13 @@ assert main([*flags.split(), "run", "--json-log"]) == 0
 lines = [json.loads(line) for line in open("run/metrics.jsonl")]
 with open("run/metrics.csv", newline="") as file:
     rows = list(csv.DictReader(file))
-assert len(rows) == len(lines) == 10
-for row, line in zip(rows, lines):
-    assert line == {name: float(x) for name, x in row.items() if x != "nan"}
+assert len(rows) == 2 * len(lines) == 2 * 10
+for i, line in enumerate(lines):
+    first, second = rows[2 * i : 2 * i + 2]
+    assert line["timesteps"] == float(first["timesteps"])
+    mean = (float(first["value_loss"]) + float(second["value_loss"])) / 2
+    assert abs(line["value_loss"] / mean - 1) < 1e-6
+    assert line.get("return_seed_1", "nan") in (float(second["return"]), "nan")
 """,
     '"mine"': """
 from ppo_jax import main
@@ -341,14 +354,16 @@ def test_every_flag_of_the_readme_exists():
     known = {f"--{name.replace('_', '-')}" for name in ppo_jax.flag_fields()}
     known |= {"--help", "--no-progress-bar"}
     changes = {"--kl-coef", "--json-log"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= known | changes
+    of_ours = re.sub("^#SBATCH.*", "", README, flags=re.MULTILINE)
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", of_ours)) <= known | changes
     flags = "--learning-rate linear_3e-4 --clip-range 0.1,0.3 --env-params memory_length=20"
     for flag in re.findall(r"--[a-z-]+ \S+", flags):
         assert f"`{flag}`" in README
     fields = {field.name for field in dataclasses.fields(ppo_jax.PPOConfig)}
     functions = {"loss_function", "advantage_function"}
     assert fields - set(ppo_jax.flag_fields()) == functions
-    config, _ = ppo_jax.parse_arguments(["--env", "MemoryChain-bsuite", *flags.split()])
+    settings, *_ = ppo_jax.parse_arguments(["--env", "MemoryChain-bsuite", *flags.split()])
+    [(_, config)] = settings
     assert config.learning_rate == ppo_jax.Schedule(3e-4, 0.0, "linear")
     assert config.clip_range == (0.1, 0.3)
     assert config.env_params == (("memory_length", 20),)

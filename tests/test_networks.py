@@ -66,7 +66,7 @@ def test_initial_weights_are_those_of_the_reference(env, log_std_init):
     """
     config = PPOConfig(env, n_envs=2, log_std_init=log_std_init)
     network = make_network(config)
-    obs = jnp.zeros(network.obs_space.shape)
+    obs = jnp.zeros(network.obs_spaces[""].shape)
     params = jit(network.init)(jax.random.key(5), obs)["params"]
     if env == "Pendulum-v1":
         np.testing.assert_allclose(params.pop("log_std"), [log_std_init])
@@ -145,7 +145,7 @@ TUPLE = gymnasium.spaces.Tuple([DISCRETE, MULTI])
 )
 def test_one_hot_vectors_begin_at_a_spaces_start(space, obs, ones):
     obs = jax.tree.map(jnp.asarray, obs, is_leaf=lambda x: isinstance(x, list))
-    hot = np.asarray(Encoder(space, "mlp", LECUN).apply({}, obs))
+    hot = np.asarray(Encoder(ppo_jax.read_obs_space(space), "mlp", LECUN).apply({}, obs))
     expected = np.zeros_like(hot)
     for row, places in enumerate(ones):
         expected[row, places] = 1
@@ -171,14 +171,15 @@ def test_observations_that_begin_at_a_start_train(space):
 )
 def test_only_images_of_bytes_are_divided_by_255(space, largest):
     obs = jnp.full((2, *space.shape), space.high, space.dtype)
-    features = Encoder(space, "mlp", LECUN).apply({}, obs)
+    features = Encoder(ppo_jax.read_obs_space(space), "mlp", LECUN).apply({}, obs)
     assert features.shape == (2, math.prod(space.shape))
     np.testing.assert_allclose(features, largest, rtol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["nature_cnn", "cnn"])
 def test_large_images_go_through_a_cnn(policy):
-    encoder = Encoder(spaces.Box(0, 255, (84, 84, 4), jnp.uint8), policy, LECUN)
+    space = spaces.Box(0, 255, (84, 84, 4), jnp.uint8)
+    encoder = Encoder(ppo_jax.read_obs_space(space), policy, LECUN)
     images = jnp.zeros((2, 3, 84, 84, 4), jnp.uint8)
     params = jax.eval_shape(encoder.init, jax.random.key(0), images)
     features = jax.eval_shape(encoder.apply, params, images)
@@ -267,7 +268,7 @@ def test_a_mask_counts_wherever_it_stands(name, is_nested, kind):
     params = network.init(jax.random.key(0), show(rows))
     distribution = network.apply(params, show(rows)).distribution
     drawn = distribution.sample(distribution.noise(jax.random.key(1), 1000))
-    sizes = ppo_jax.action_sizes(action_space)
+    sizes = ppo_jax.Space(action_space).sizes
     allowed = np.split(np.reshape(mask, (2, -1)), np.cumsum(sizes)[:-1], axis=1)
     for part, choices in enumerate(allowed):
         for row in range(2):
@@ -281,7 +282,7 @@ def test_a_mask_counts_wherever_it_stands(name, is_nested, kind):
 def test_a_mask_is_not_among_the_features():
     space = Match(spaces.Discrete(6), "mask").observation_space(None)
     obs = {"shown": jnp.ones((2, 7)), "action_mask": jnp.ones((2, 6), bool)}
-    assert Encoder(space, "mlp", LECUN).apply({}, obs).shape == (2, 7)
+    assert Encoder(ppo_jax.read_obs_space(space), "mlp", LECUN).apply({}, obs).shape == (2, 7)
 
 
 def test_bits_have_one_logit_each_without_a_mask():

@@ -70,8 +70,8 @@ def test_a_loss_may_report_more():
 def test_a_loss_may_report_less():
     config = PPOConfig(**SMALL | dict(loss_function=bare))
     _, metrics = jit(train)(config, jax.random.key(0))
-    names = {"timesteps", "return", "length", "explained_variance", "optimizer_steps"}
-    assert set(metrics) == names
+    names = {"timesteps", "return", "length", "explained_variance"}
+    assert set(metrics) == names | {"optimizer_steps", "skipped_steps"}
     np.testing.assert_array_equal(metrics["optimizer_steps"], [4, 4])
 
 

@@ -107,7 +107,11 @@ def test_keys_of_the_old_kind_do_as_well(raw, whole):
 def test_progress_is_shown_where_it_is_asked_for(progress_bar, capsys):
     train_population(CONFIG, KEYS, progress_bar=progress_bar)
     shown = "".join(capsys.readouterr())
-    assert ("96" in shown and "return" in shown) if progress_bar else shown == ""
+    if not progress_bar:
+        assert shown == ""
+        return
+    last = shown.strip().splitlines()[-1]
+    assert last.startswith("100%") and "288 of 288" in last and "return" in last
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -200,19 +204,19 @@ def test_a_new_run_keeps_what_was_learnt_and_nothing_else(whole):
 
 
 UNSUITABLE = [
-    (dict(n_envs=8), ["env_states|obs|episode", "4", "8"]),
-    (dict(net_arch=(16,)), ["params|opt_state"]),
-    (dict(net_arch=(64, 64, 64)), ["params|opt_state"]),
-    (dict(normalize_obs=True), ["obs_statistics"]),
-    (dict(optimizer="sgd"), ["opt_state"]),
-    (dict(stats_window_size=7), ["recent_episodes", "100", "7"]),
-    (dict(env="Acrobot-v1"), ["env_states|obs|params"]),
+    (dict(n_envs=8), ["n_envs: 8", "4", "reset_num_timesteps"]),
+    (dict(net_arch=(16,)), ["agents: ", "params|opt_state"]),
+    (dict(net_arch=(64, 64, 64)), ["agents: ", "params|opt_state"]),
+    (dict(normalize_obs=True), ["agents: ", "obs_statistics"]),
+    (dict(optimizer="sgd"), ["agents: ", "opt_state"]),
+    (dict(stats_window_size=7), ["agents: ", "recent_episodes", "100", "7"]),
+    (dict(env="Acrobot-v1"), ["agents: ", "env_states|obs|params"]),
 ]
 
 
-@pytest.mark.parametrize("changes, words", UNSUITABLE, ids=lambda x: ",".join(x))
+@pytest.mark.parametrize("changes, words", UNSUITABLE, ids=lambda x: ",".join(x).replace(": ", " "))
 def test_agents_that_the_settings_do_not_suit_are_refused(changes, words, third):
-    with pytest.raises(ConfigError, match="agents: .*".join(["", ".*".join(words)])) as refusal:
+    with pytest.raises(ConfigError, match=".*".join(words)) as refusal:
         train_population(CONFIG.replace(**changes), third)
     assert "\n" not in str(refusal.value)
 

@@ -5,12 +5,22 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import pandas
 import pytest
-from runs import CONFIG, SMALL, assert_one_line, read_rows
+from runs import CONFIG, SMALL, alone, assert_one_line, read_rows
 from scipy import stats
 
 import ppo_jax
-from ppo_jax import RunOptions, main, metric_rows, plot_learning_curve, summary_table
+from ppo_jax import (
+    RunOptions,
+    RunReport,
+    grid,
+    main,
+    pick,
+    plot_learning_curves,
+    plot_sweep,
+    summary_table,
+)
 
 
 def some_metrics(n_agents, n_updates=5, seed=0):
@@ -21,65 +31,114 @@ def some_metrics(n_agents, n_updates=5, seed=0):
     return {"timesteps": timesteps} | {name: rng.normal(size=timesteps.shape) for name in names}
 
 
+def make_report(folder, populations, loggers=(), **options):
+    """Return the report of a run that shows nothing, at its first population."""
+    options = RunOptions(verbose=0, **options)
+    report = RunReport(folder, options, populations, loggers)
+    report.begin(populations[0], folder, 0)
+    return report
+
+
+def some_settings(n_settings=1, n_seeds=3, **changes):
+    """Return the populations of some learning rates."""
+    rates = [0.1**number for number in range(n_settings)]
+    return grid(CONFIG.replace(total_timesteps=160, **changes), n_seeds, learning_rate=rates)
+
+
 # -------------------------------------------------------------------------------------------- rows
 
 
-def test_rows_have_the_means_and_each_agents_return():
+def test_the_table_of_metrics_has_a_row_for_each_agent_and_update(tmp_path):
+    report, metrics = make_report(tmp_path, some_settings(2)), some_metrics(6)
+    metrics["return"][4, :3] = np.nan
+    report.add_rows({name: values[:, :2] for name, values in metrics.items()})
+    report.write_rows()
+    report.add_rows({name: values[:, 2:] for name, values in metrics.items()})
+    report.write_rows()
+    table = pandas.read_csv(tmp_path / "metrics.csv", float_precision="round_trip")
+    assert list(table) == ["setting", "seed", *metrics] and len(table) == 6 * 5
+    for agent in range(6):
+        curve = table[(table["setting"] == agent // 3) & (table["seed"] == agent % 3)]
+        assert curve["timesteps"].dtype == np.int64
+        for name, values in metrics.items():
+            np.testing.assert_array_equal(curve[name], values[agent])
+
+
+@pytest.mark.parametrize("interval, rows", [(2, [64, 128, 160]), (5, [160]), (7, [160])])
+def test_rows_may_be_left_out_in_between_but_never_the_last(interval, rows, tmp_path):
+    report = make_report(tmp_path, some_settings(n_seeds=2), log_interval=interval)
+    report.add_rows(some_metrics(2))
+    report.write_rows()
+    table = read_rows(tmp_path)
+    assert [int(row["timesteps"]) for row in table if row["seed"] == "0"] == rows
+    assert [row["seed"] for row in table] == ["0", "1"] * len(rows)
+
+
+@pytest.mark.parametrize("n_settings, n_seeds, n_updates", [(1, 4, 25_001), (5, 64, 10_000)])
+def test_a_long_run_has_no_more_than_about_a_hundred_thousand_rows(
+    n_settings, n_seeds, n_updates, tmp_path
+):
+    rates = [0.1**number for number in range(n_settings)]
+    config = CONFIG.replace(total_timesteps=32 * n_updates)
+    populations = grid(config, n_seeds, learning_rate=rates)
+    interval = make_report(tmp_path, populations).interval
+    assert 50_000 < n_settings * n_seeds * (n_updates / interval) <= 100_000
+    populations = grid(config.replace(total_timesteps=32 * 312), 64, learning_rate=rates)
+    assert make_report(tmp_path, populations).interval == 1
+    assert make_report(tmp_path, populations, log_interval=3).interval == 3
+
+
+def logged(folder, populations, metrics):
+    """Return what a logger gets of metrics: pairs of timesteps and scalars."""
+    seen = []
+    report = make_report(folder, populations, [lambda *what: seen.append(what)])
+    report.add_rows(metrics)
+    return seen
+
+
+def test_loggers_get_means_over_seeds_and_each_return(tmp_path):
     metrics = some_metrics(3)
-    header, rows = metric_rows(metrics)
-    assert header == [*metrics, "return_seed_0", "return_seed_1", "return_seed_2"]
-    table = np.array(rows)
-    assert table.shape == (5, 7)
-    np.testing.assert_array_equal(table[:, 0], 32 * np.arange(1, 6))
-    for place, name in enumerate(metrics):
-        np.testing.assert_allclose(table[:, place], metrics[name].mean(axis=0))
-    np.testing.assert_allclose(table[:, 4:], metrics["return"].T)
-    assert all(type(row[0]) is int for row in rows)
+    seen = logged(tmp_path, some_settings(), metrics)
+    assert [steps for steps, _ in seen] == [32, 64, 96, 128, 160]
+    for place, (_, scalars) in enumerate(seen):
+        for name in ("return", "length", "value_loss"):
+            np.testing.assert_allclose(scalars.pop(name), metrics[name][:, place].mean())
+        returns = [scalars.pop(f"return_seed_{seed}") for seed in range(3)]
+        np.testing.assert_array_equal(returns, metrics["return"][:, place])
+        assert scalars == {}
 
 
-def test_what_one_agent_lacks_spoils_no_mean():
+def test_loggers_get_each_setting_by_its_number(tmp_path):
+    metrics = some_metrics(6)
+    seen = logged(tmp_path, some_settings(2), metrics)
+    assert [steps for steps, _ in seen[::2]] == [32, 64, 96, 128, 160]
+    for number in range(2):
+        _, scalars = seen[number]
+        assert {name.split("/")[0] for name in scalars} == {f"setting_{number}"}
+        expected = metrics["value_loss"][3 * number : 3 * number + 3, 0].mean()
+        np.testing.assert_allclose(scalars[f"setting_{number}/value_loss"], expected)
+
+
+def test_what_one_agent_lacks_spoils_no_mean(tmp_path):
     metrics = some_metrics(3)
     metrics["return"][1, :2] = np.nan  # of the agent whose first episode ends late
     metrics["return"][:, 0] = np.nan
-    metrics["value_loss"][2] = np.nan  # of the agent that diverged
-    header, rows = metric_rows(metrics)
-    row = dict(zip(header, rows[0]))
-    assert np.isnan(row["return"]) and np.isnan(row["return_seed_1"])
-    row = dict(zip(header, rows[1]))
-    np.testing.assert_allclose(row["return"], metrics["return"][[0, 2], 1].mean())
-    assert np.isnan(row["return_seed_1"]) and np.isfinite(row["return_seed_2"])
-    for place, row in enumerate(rows):
-        expected = metrics["value_loss"][:2, place].mean()
-        np.testing.assert_allclose(dict(zip(header, row))["value_loss"], expected)
+    metrics["value_loss"][2] = np.nan
+    seen = logged(tmp_path, some_settings(), metrics)
+    assert not any("return" in name for name in seen[0][1])
+    np.testing.assert_allclose(seen[1][1]["return"], metrics["return"][[0, 2], 1].mean())
+    assert "return_seed_1" not in seen[1][1] and "return_seed_2" in seen[1][1]
+    for place, (_, scalars) in enumerate(seen):
+        np.testing.assert_allclose(scalars["value_loss"], metrics["value_loss"][:2, place].mean())
 
 
 @pytest.mark.parametrize("n_agents", [1, 16, 17, 300])
-def test_many_agents_have_no_more_columns_than_sixteen(n_agents):
-    metrics = some_metrics(n_agents)
-    metrics["return"][0, 1:] = np.nan
-    header, rows = metric_rows(metrics)
-    if n_agents <= 16:
-        assert header[4:] == [f"return_seed_{i}" for i in range(n_agents)]
-        return
-    assert header == [*metrics, "return_min", "return_max"]
-    for place, row in enumerate(rows):
-        known = metrics["return"][:, place]
-        np.testing.assert_allclose(row[4:], [np.nanmin(known), np.nanmax(known)])
-
-
-def test_rows_of_a_run_in_which_no_episode_ends():
-    for n_agents in (2, 20):
-        metrics = some_metrics(n_agents)
-        metrics["return"][:] = np.nan
-        header, rows = metric_rows(metrics)
-        for row in rows:
-            returns = [x for name, x in zip(header, row) if "return" in name]
-            assert len(returns) == 3 and np.isnan(returns).all()
-
-
-def test_rows_may_be_left_out_in_between():
-    assert [row[0] for row in metric_rows(some_metrics(2), 64)[1]] == [64, 128]
-    assert metric_rows(some_metrics(2), 512)[1] == []
+def test_loggers_get_no_more_returns_than_of_sixteen_agents(n_agents, tmp_path):
+    _, scalars = logged(tmp_path, some_settings(n_seeds=n_agents), some_metrics(n_agents))[0]
+    n_shown = n_agents if 1 < n_agents <= 16 else 0
+    assert {name for name in scalars if "seed" in name} == {
+        f"return_seed_{seed}" for seed in range(n_shown)
+    }
 
 
 # ------------------------------------------------------------------------------------------- tables
@@ -134,14 +193,59 @@ class Odd_Name:
 Odd_Name.__name__ = "Odd$_{Name}^[b]/%"
 
 
-@pytest.mark.parametrize("n_agents, n_updates", [(1, 1), (3, 5), (20, 2000)])
-def test_a_learning_curve_is_drawn_of_whatever_there_is(n_agents, n_updates, tmp_path):
-    metrics = some_metrics(n_agents, n_updates)
+def make_tables(populations, metrics, names):
+    """Return the tables of metrics.csv and of settings' results, and names, for pictures."""
+    report_rows = [row for population in populations for row in population.rows]
+    tables = []
+    for number, row in enumerate(report_rows):
+        table = {name: values[number] for name, values in metrics.items()}
+        tables.append(pandas.DataFrame(pick(row, ("setting", "seed")) | table))
+    table = pandas.concat(tables)
+    agents = []
+    for number, row in enumerate(report_rows):
+        agents.append({"agent": number, **row, "return": metrics["return"][number, -1]})
+    agents = ppo_jax.agent_results(agents, table, RunOptions())
+    return table, ppo_jax.setting_results(agents, names), names
+
+
+@pytest.mark.parametrize(
+    "n_settings, n_seeds, n_updates", [(1, 1, 1), (1, 3, 5), (1, 20, 2000), (3, 1, 5), (12, 3, 5)]
+)
+def test_a_learning_curve_is_drawn_of_whatever_there_is(n_settings, n_seeds, n_updates, tmp_path):
+    """Also of settings of which nothing is known, and with odd characters in the title."""
+    populations = some_settings(n_settings, n_seeds)
+    metrics = some_metrics(n_settings * n_seeds, n_updates)
     metrics["return"][:, :2] = np.nan
-    config = CONFIG.replace(env=Odd_Name(), frame_skip=4)
-    plot_learning_curve(tmp_path / "curve.png", config, metrics)
-    drawn = (tmp_path / "curve.png").read_bytes()
-    assert drawn.startswith(b"\x89PNG") and len(drawn) > 10_000
+    metrics["return"][:n_seeds] = np.nan
+    tables = make_tables(populations, metrics, ["learning_rate"] if n_settings > 1 else [])
+    title = f"PPO on {ppo_jax.env_name(CONFIG.replace(env=Odd_Name()))}, $_{{1}}^[b]/%"
+    plot_learning_curves(tmp_path / "curve.png", title, *tables)
+    if n_settings > 1:
+        plot_sweep(tmp_path / "sweep.png", title, *tables[1:])
+    for path in tmp_path.iterdir():
+        drawn = path.read_bytes()
+        assert drawn.startswith(b"\x89PNG") and len(drawn) > 10_000
+    assert len(list(tmp_path.iterdir())) == 1 + (n_settings > 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(learning_rate=[1e-4, "linear_1e-3"]),
+        dict(gamma=[0.9, 0.99], net_arch=[(8,), (4, 4), ()]),
+        dict(gamma=[0.9, 0.99], ent_coef=[0.0, 0.1], vf_coef=[0.1]),
+        dict(env=["CartPole-v1", "Pendulum-v1"], target_kl=[None, 0.1]),
+        dict(normalize_advantage=[True, False]),
+        dict(clip_range=[(0.1, 0.3), 0.2]),
+    ],
+    ids=",".join,
+)
+def test_a_sweep_is_drawn_of_whatever_is_swept(values, tmp_path):
+    populations = grid(CONFIG, 2, **values)
+    n_agents = sum(len(population.keys) for population in populations)
+    tables = make_tables(populations, some_metrics(n_agents), list(values))
+    plot_sweep(tmp_path / "sweep.png", "Mine", *tables[1:])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ------------------------------------------------------------------------------------------ loggers
@@ -186,16 +290,19 @@ def test_loggers_get_every_row(tmp_path, monkeypatch, capsys):
         log_interval=2,
         verbose=2,
     )
-    assert ppo_jax.run_training(config, options) == 0
-    rows = read_rows(tmp_path / "run")
-    assert [int(row["timesteps"]) for row in rows] == [64, 128]
+    assert ppo_jax.run_training(alone(config), options) == 0
+    table = pandas.read_csv(tmp_path / "run" / "metrics.csv").drop(columns=["setting", "seed"])
+    assert table["timesteps"].tolist() == [64] * 3 + [128] * 3
     assert [step for step, _ in wandb.logged] == [64, 128] and wandb.finished == 1
     assert wandb.given["project"] == "mine" and wandb.given["config"]["n_envs"] == 4
     assert wandb.given["name"] == "this"
-    for row, (_, scalars) in zip(rows, wandb.logged):
-        known = {name: float(x) for name, x in row.items() if np.isfinite(float(x))}
-        assert scalars.keys() == known.keys() - {"timesteps"} and ODD in scalars
-        assert row["unknown"] == "nan" and "unknown" not in scalars
+    for steps, scalars in wandb.logged:
+        rows = table[table["timesteps"] == steps]
+        for seed, value in enumerate(rows["return"]):
+            np.testing.assert_allclose(scalars.pop(f"return_seed_{seed}"), value, rtol=1e-6)
+        known = rows.mean().dropna()
+        assert scalars.keys() == set(known.index) - {"timesteps"} and ODD in scalars
+        assert rows["unknown"].isna().all() and "unknown" not in scalars
         for name, value in scalars.items():
             np.testing.assert_allclose(value, known[name], rtol=1e-6)
     (events,) = (tmp_path / "tb" / "this").iterdir()
@@ -239,4 +346,4 @@ def test_odd_characters_in_a_name_are_printed_as_they_are(name, tmp_path, monkey
     assert main([*SMALL, "--run-name", name]) == 0
     assert f"runs/{name}" in capsys.readouterr().out
     with open(tmp_path / "runs" / name / "metrics.csv", newline="") as file:
-        assert len(list(csv.reader(file))) == 4
+        assert len(list(csv.reader(file))) == 1 + 9

@@ -27,9 +27,11 @@ from runs import (
     SIZES,
     SMALL,
     UNCACHED,
+    alone,
     assert_one_line,
     assert_same_agents,
     assert_same_configs,
+    claim_run,
     finish,
     read_rows,
     start,
@@ -69,13 +71,13 @@ def checkpoints(run_dir):
 
 
 def test_several_agents_come_back_to_the_last_bit(agents, tmp_path):
-    save_agents(tmp_path / "new" / "run", CONFIG, agents, remark="mine")
+    save_agents(tmp_path / "new" / "run", CONFIG, agents)
     config, loaded = load_agents(tmp_path / "new" / "run")
     assert config == CONFIG
     assert_same_agents(loaded, agents)
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(loaded.params))
     settings = json.loads((tmp_path / "new" / "run" / "config.json").read_text())
-    assert settings["remark"] == "mine" and settings["n_seeds"] == 3
+    assert settings["n_seeds"] == 3 and settings["n_envs"] == 4
 
 
 def test_one_agent_comes_back_as_one(one, tmp_path):
@@ -170,14 +172,14 @@ def test_a_run_with_objects_says_how_to_play_it_and_goes_on(tmp_path, capsys):
         return steps == 32
 
     options = RunOptions(n_seeds=2, run_dir=str(first), seed=3)
-    assert ppo_jax.run_training(config, options, stop) == 0
+    assert ppo_jax.run_training(alone(config), options, stop) == 0
     out = capsys.readouterr().out
     assert "load_agents(" in out and "env=" in out and "--eval" not in out
     assert "half" in read_rows(first)[0]
     assert main(["--eval", str(first), UNCACHED]) == 2
     assert_one_line(capsys.readouterr().err, "no file can hold", "load_agents")
     more = RunOptions(n_seeds=2, run_dir=str(tmp_path / "more"), resume=str(first), verbose=0)
-    assert ppo_jax.run_training(config, more) == 0
+    assert ppo_jax.run_training(alone(config), more) == 0
     _, agents = load_agents(tmp_path / "more", config)
     assert agents.n_updates.tolist() == [3, 3]
     whole, _ = train_population(config, jax.random.split(jax.random.key(3), 2))
@@ -220,10 +222,16 @@ def rename(folder):
     (folder / "checkpoint").rename(folder / "checkpoint.new")
 
 
+def settings_file(folder):
+    """Return the file of a checkpoint that holds the settings."""
+    (path,) = folder.glob("checkpoint/*/settings/metadata")
+    return path
+
+
 def change(**settings):
     def damage(folder):
-        known = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(known | settings))
+        file = settings_file(folder)
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
     return damage
 
@@ -236,13 +244,13 @@ DAMAGES = {
     "renamed": (rename, ["checkpoint.new"]),
     "other shape": (change(net_arch=[32]), ["checkpoint", "policy_0"]),
     "other width": (change(policy="gru", sub_traj_len=4), ["checkpoint"]),
-    "other number": (change(n_seeds=2), ["checkpoint", "3"]),
-    "one": (change(n_seeds=None), ["checkpoint", "3"]),
+    "other number": (change(n_rows=[2]), ["checkpoint", "3"]),
+    "one": (change(n_rows=[], n_agents=None), ["checkpoint", "3"]),
     "other environment": (change(env="Acrobot-v1"), ["checkpoint"]),
     "nowhere": (change(env="Nowhere-v1"), ["env", "Nowhere-v1"]),
     "no number": (change(gamma="many"), ["gamma", "many"]),
-    "no json": (lambda x: (x / "config.json").write_text('{"seed": 0, "n_envs"'), ["config"]),
-    "no config": (lambda x: (x / "config.json").unlink(), ["config.json"]),
+    "no json": (lambda x: settings_file(x).write_text('{"seed": 0, "n_envs"'), ["checkpoint"]),
+    "no settings": (lambda x: settings_file(x).unlink(), ["checkpoint"]),
 }
 
 
@@ -256,6 +264,19 @@ def test_damage_gets_one_line(name, copy, capsys):
         load_agents(copy)
 
 
+@pytest.mark.parametrize("text", ["", '{"n_seeds": 3, "n_envs"', '{"env": "Nowhere-v1"}', None])
+def test_a_checkpoint_needs_no_other_file(text, copy, agents, capsys):
+    """config.json is for people; what becomes of it harms no agent."""
+    (copy / "config.json").unlink()
+    if text is not None:
+        (copy / "config.json").write_text(text)
+    config, loaded = load_agents(copy)
+    assert config == CONFIG
+    assert_same_agents(loaded, agents)
+    assert main(["--eval", str(copy), "--n-episodes", "2", UNCACHED]) == 0
+    assert "seed 2" in capsys.readouterr().out
+
+
 def test_damage_gets_one_line_from_a_process_of_its_own_too(copy):
     """Where nothing catches what the libraries print as they end; of two kinds of damage."""
     code = """
@@ -264,7 +285,7 @@ print([ppo_jax.main(["--eval", folder, "--no-compilation-cache"]) for folder in 
 """
     other = shutil.copytree(copy, copy.parent / "other")
     truncate(copy)
-    change(n_seeds=2)(other)
+    change(n_rows=[2])(other)
     status, out, error = finish(start(copy, other, code=code, folder=copy.parent))
     assert status == 0 and out == "[2, 2]\n"
     lines = error.splitlines(keepends=True)
@@ -325,23 +346,27 @@ def test_a_full_disk_costs_no_checkpoint(size, agents, tmp_path):
     assert_same_agents(load_agents(tmp_path)[1], later)
 
 
-def test_a_disk_that_fills_up_while_training_ends_in_exit_code_1(tmp_path, monkeypatch, capsys):
-    """The last checkpoint from before stays; the run says what could not be written."""
-    monkeypatch.setattr(ppo_jax.RunReport, "checkpoint_seconds", 0.0)
-    run_dir = tmp_path / "run"
+def test_a_disk_that_fills_up_while_training_ends_in_exit_code_1(tmp_path, capsys):
+    """The last checkpoint from before stays; the run says its results and what was not written."""
+    config = CONFIG.replace(total_timesteps=512)
+    run_dir, before = tmp_path / "run", []
     with contextlib.ExitStack() as disk:
 
         def fill(steps, metrics, agents):
-            if steps == 32:
+            if len(before) < 2:  # the first checkpoint is due after the second chunk
+                before.append(steps)
+            elif len(before) == 2:
+                before.append(steps)
                 disk.enter_context(full_disk())
 
-        options = RunOptions(n_seeds=3, seed=5, run_dir=str(run_dir))
-        assert ppo_jax.run_training(CONFIG, options, fill) == 1
+        options = RunOptions(n_seeds=3, seed=5, run_dir=str(run_dir), checkpoint_seconds=1e-9)
+        assert ppo_jax.run_training(alone(config), options, fill) == 1
     out, error = capsys.readouterr()
     assert str(run_dir) in error and "training goes on" in error and "can't be written" in error
-    assert "Traceback" not in error and "seed 0" in out
-    config, saved = load_agents(run_dir)
-    assert config == CONFIG and saved.n_updates.tolist() == [1] * 3
+    assert "Traceback" not in error
+    assert "seed 0" in out  # what was learnt is told, written or not
+    found, saved = load_agents(run_dir)
+    assert found == config and saved.n_updates.tolist() == [before[1] // 32] * 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(saved.params))
 
 
@@ -349,7 +374,7 @@ def test_a_disk_that_was_full_from_the_start_leaves_no_rescue_folder(tmp_path, m
     def save(*what, **run):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ppo_jax, "save_agents", save)
+    monkeypatch.setattr(ppo_jax, "save_checkpoint", save)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main([*SMALL, "--run-dir", str(tmp_path / "full")]) == 1
     assert "No space left on device" in capsys.readouterr().err
@@ -358,32 +383,50 @@ def test_a_disk_that_was_full_from_the_start_leaves_no_rescue_folder(tmp_path, m
 
 def test_metrics_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch, capsys):
     failures = iter([OSError(errno.ENOSPC, "No space left on device")])
-    write = ppo_jax.RunReport.write_metrics
+    write = ppo_jax.RunReport.write_rows
 
     def fail_once(self, *what):
         for failure in failures:
             raise failure
         write(self, *what)
 
-    monkeypatch.setattr(ppo_jax.RunReport, "write_metrics", fail_once)
+    monkeypatch.setattr(ppo_jax.RunReport, "write_rows", fail_once)
     assert main([*SMALL, "--run-dir", str(tmp_path / "run")]) == 0
     assert "No space left" in capsys.readouterr().err
-    assert len(read_rows(tmp_path / "run")) == 3
+    rows = [(row["timesteps"], row["seed"]) for row in read_rows(tmp_path / "run")]
+    assert rows == [(steps, seed) for steps in ("32", "64", "96") for seed in "012"]
 
 
 def test_two_runs_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = time.strftime("%Y%m%d-%H%M%S")
     monkeypatch.setattr(time, "strftime", lambda *given: now)
-    folders = [ppo_jax.new_run_dir(RunOptions(seed=seed), CONFIG) for seed in range(3)]
+    folders = [claim_run(RunOptions(seed=seed), CONFIG) for seed in range(3)]
     assert len(set(folders)) == 3
     for seed, folder in enumerate(folders):
         assert folder.parent == pathlib.Path("runs") and f"CartPole-v1-{now}" in folder.name
         assert json.loads((folder / "config.json").read_text())["seed"] == seed
     named = RunOptions(run_name="mine")
-    assert ppo_jax.new_run_dir(named, CONFIG) == pathlib.Path("runs/mine")
-    with pytest.raises(ConfigError, match=r"run_dir: 'runs/mine' .* new or empty"):
-        ppo_jax.new_run_dir(named, CONFIG)
+    for _ in range(2):  # to begin, and to go on
+        assert claim_run(named, CONFIG) == pathlib.Path("runs/mine")
+    with pytest.raises(ConfigError, match=r"seed: 3 .* 0 as in runs/mine, or run_dir another"):
+        claim_run(RunOptions(run_name="mine", seed=3), CONFIG)
+    with pytest.raises(ConfigError, match=r"gamma: 0.5 .* 0.98 as in runs/mine"):
+        claim_run(named, CONFIG.replace(gamma=0.5))
+
+
+def test_a_folder_in_which_a_run_trains_is_refused(tmp_path, capsys):
+    run_dir, codes = tmp_path / "run", []
+
+    def meanwhile(steps, metrics, agents):
+        codes.append(main([*SMALL, "--run-dir", str(run_dir)]))
+
+    options = RunOptions(n_seeds=3, seed=5, run_dir=str(run_dir), verbose=0)
+    assert ppo_jax.run_training(alone(CONFIG), options, meanwhile) == 0
+    assert codes and set(codes) == {2}
+    for line in capsys.readouterr().err.splitlines(keepends=True):
+        assert_one_line(line, "run_dir", str(run_dir), "no other process")
+    assert main([*SMALL, "--run-dir", str(run_dir)]) == 0  # it is over
 
 
 @pytest.mark.parametrize("name", ["mine", None])
@@ -409,10 +452,10 @@ def test_a_folder_goes_to_one_of_many_that_ask_at_once(name, tmp_path):
 
 def test_an_empty_folder_is_taken_and_a_used_one_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
-    assert ppo_jax.new_run_dir(RunOptions(run_dir=str(tmp_path / "mine")), CONFIG)
+    assert claim_run(RunOptions(run_dir=str(tmp_path / "mine")), CONFIG)
     before = (tmp_path / "mine" / "config.json").read_bytes()
     assert main([*SMALL, "--run-dir", str(tmp_path / "mine")]) == 2
-    assert_one_line(capsys.readouterr().err, "run_dir", "mine")
+    assert_one_line(capsys.readouterr().err, "seed", "5", "0 as in", "run_dir", "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.json"]
     assert (tmp_path / "mine" / "config.json").read_bytes() == before
 
@@ -441,11 +484,36 @@ def test_going_on_from_a_saved_run_is_the_run_that_never_stopped(tmp_path):
     assert resumed_config == config
     assert_same_agents(jax.device_get(whole), resumed)
     rows = read_rows(tmp_path / "rest")
-    assert [int(row["timesteps"]) for row in rows] == [128, 160, 192]
+    assert [int(row["timesteps"]) for row in rows] == [128] * 3 + [160] * 3 + [192] * 3
     for name in ("value_loss", "return"):
-        np.testing.assert_allclose(
-            [float(row[name]) for row in rows], metrics[name].mean(axis=0)[3:], rtol=1e-6
-        )
+        found = np.float32([row[name] for row in rows]).reshape((3, 3))
+        np.testing.assert_array_equal(found, metrics[name][:, 3:].T)
+
+
+@pytest.mark.parametrize("stop", [32, 64])
+def test_the_same_command_goes_on_where_it_stopped(stop, tmp_path, capsys):
+    """As if it had never stopped; once it is finished, it says so. At 32, no row is to be cut."""
+    config = CONFIG.replace(total_timesteps=512)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = dict(n_seeds=3, seed=5, verbose=0)
+    assert ppo_jax.run_training(alone(config), RunOptions(**options, run_dir=str(whole))) == 0
+    options = RunOptions(**options | dict(run_dir=str(parts), verbose=1))
+    code = ppo_jax.run_training(alone(config), options, lambda steps, *_: steps >= stop)
+    assert code == 0
+    assert len(read_rows(parts)) < len(read_rows(whole)) == 3 * 16
+    if stop > 32:  # of a run that was killed after its last checkpoint: these come again
+        with open(parts / "metrics.csv", "a") as file:
+            file.write("0,0,480" + ",1.5" * (len(read_rows(parts)[0]) - 3) + "\n0,1,4")
+    assert ppo_jax.run_training(alone(config), options) == 0
+    capsys.readouterr()
+    for name in ("metrics.csv", "agents.csv"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    assert_same_agents(load_agents(parts)[1], load_agents(whole)[1])
+    before = (parts / "metrics.csv").read_bytes()
+    assert ppo_jax.run_training(alone(config), options) == 0
+    out = capsys.readouterr().out
+    assert "finished already" in out and "seed 2" in out
+    assert (parts / "metrics.csv").read_bytes() == before
 
 
 def test_a_callback_from_python_and_its_exception_leave_a_run_folder(tmp_path):
@@ -455,7 +523,7 @@ def test_a_callback_from_python_and_its_exception_leave_a_run_folder(tmp_path):
     logs = str(tmp_path / "tb")
     options = RunOptions(n_seeds=3, seed=5, run_dir=str(tmp_path / "run"), tensorboard_log=logs)
     with pytest.raises(RuntimeError, match="mine"):
-        ppo_jax.run_training(CONFIG, options, fail)
+        ppo_jax.run_training(alone(CONFIG), options, fail)
     assert load_agents(tmp_path / "run")[1].n_updates.tolist() == [1, 1, 1]
     settings = json.loads((tmp_path / "run" / "config.json").read_text())
     assert settings["seed"] == 5 and settings["n_seeds"] == 3

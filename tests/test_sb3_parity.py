@@ -62,9 +62,10 @@ class Case:
             if key.startswith("rollout.")
         }
         action = stored["action"]
-        if not ppo_jax.is_box(self.network.action_space):
+        space = self.network.action_space
+        if space.sizes:
             action = action.astype(np.int32)
-        shape = ppo_jax.action_shape(self.network.action_space)
+        shape = () if space.kind == "integer" else (-1,)
         stored["action"] = action.reshape((*action.shape[:2], *shape))
         self.stored = jax.tree.map(jnp.asarray, stored)
         fields = {field: self.stored.get(field) for field in ppo_jax.Rollout._fields}

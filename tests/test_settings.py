@@ -9,7 +9,16 @@ import numpy as np
 import optax
 import pytest
 from faulty_environments import Bare
-from runs import CONFIG, FULL, UNCACHED, assert_one_line, assert_same_configs, flags
+from runs import (
+    CONFIG,
+    FULL,
+    UNCACHED,
+    assert_one_line,
+    assert_same_configs,
+    claim_run,
+    flags,
+    parse_one,
+)
 
 import ppo_jax
 from ppo_jax import ConfigError, PPOConfig, RunOptions, Schedule, main, parse_arguments, train
@@ -52,10 +61,16 @@ from ppo_jax import ConfigError, PPOConfig, RunOptions, Schedule, main, parse_ar
         (["--num-minibatches", "4"], ["--num-minibatches", "--batch-size"]),
         (["--anneal-lr", "true"], ["--anneal-lr", "--learning-rate"]),
         (["--n-env", "8"], ["--n-env", "--n-envs"]),  # which argparse would take for --n-envs
-        (["--n-envs"], ["--n-envs", "argument"]),
+        (["--n-envs"], ["n_envs", "[]", "value"]),
+        (["--n-envs", "8", "0"], ["n_envs", "0", "from 1"]),
+        (["--gamma", "0.9", "1.1"], ["gamma", "1.1", "from 0 to 1"]),
+        (["--net-arch", "64,x", "8"], ["net_arch", "'x'", "whole number"]),
+        (["--no-use-sde", "true"], ["--no-use-sde", "no value", "true"]),
+        (["--use-sde", "maybe"], ["use_sde", "'maybe'", "True or False"]),
+        (["--n-seeds", "2", "3"], ["3", "one value"]),
         (["train"], ["train", "no such flag"]),
         (["--run-dir", "/proc/none"], ["run_dir", "/proc/none", "can't be written"]),
-        (["--eval", "nowhere"], ["nowhere", "config.json"]),
+        (["--eval", "nowhere"], ["nowhere", "checkpoint"]),
         (["--resume", "nowhere"], ["nowhere", "config.json"]),
         (["--config", "nowhere"], ["nowhere", "config"]),
         (["--verbose", "3"], ["verbose", "3", "0, 1, 2"]),
@@ -215,15 +230,15 @@ def test_a_home_folder_may_be_meant_by_a_tilde(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("n_envs: 8\nrun_dir: ~/there\n")
-    config, options = parse_arguments(["--config", "~/mine.yaml"])
+    config, options = parse_one(["--config", "~/mine.yaml"])
     assert config.n_envs == 8
-    assert ppo_jax.new_run_dir(options, config).samefile(tmp_path / "there")
+    assert claim_run(options, config).samefile(tmp_path / "there")
     agent = ppo_jax.init_agent(CONFIG, jax.random.key(0))
     ppo_jax.save_agents("~/saved", CONFIG, agent)
     assert ppo_jax.load_agents("~/saved")[0] == CONFIG
     assert main(["--eval", "~/saved", "--n-episodes", "1", UNCACHED]) == 0
     assert "seed 0" in capsys.readouterr().out
-    config, _ = parse_arguments(["--resume", "~/saved", "--n-seeds", "1"])
+    config, _ = parse_one(["--resume", "~/saved", "--n-seeds", "1"])
     assert config == CONFIG
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "saved", "there"]
 
@@ -233,7 +248,7 @@ def test_flags_take_schedules_and_named_values():
     argv += ["--clip-range", "0.1,0.3", "--policy", "gru", "--env-params", "memory_length=20"]
     argv += ["--optimizer-kwargs", "b1=0.8", "eps=1e-6", "--net-arch", "--log-std-init", "-1.5"]
     argv += ["--ent-coef", "cosine_1e-2_0.1", "--no-normalize-advantage", "--ortho-init"]
-    config, _ = parse_arguments(argv)
+    config, _ = parse_one(argv)
     assert config == PPOConfig(
         "MemoryChain-bsuite",
         learning_rate="linear_1e-3",
@@ -267,11 +282,11 @@ optimizer_kwargs: {b1: 0.8}
 def test_a_file_of_settings_and_flags_that_beat_it(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(YAML)
-    config, options = parse_arguments(["--config", str(file), "--n-envs", "16"])
+    config, options = parse_one(["--config", str(file), "--n-envs", "16"])
     changes = dict(n_envs=16, total_timesteps=100_000, learning_rate=1e-3, net_arch=(8, 4))
     changes |= dict(normalize_obs=True, clip_range=(0.1, 0.3), optimizer_kwargs={"b1": 0.8})
     assert config == PPOConfig("Pendulum-v1", **changes) and options.n_seeds == 2
-    other, _ = parse_arguments(["--config", str(file), "--env", "CartPole-v1"])
+    other, _ = parse_one(["--config", str(file), "--env", "CartPole-v1"])
     assert other.env == "CartPole-v1" and other.n_envs == 8
     assert other.n_steps == PPOConfig("CartPole-v1").n_steps != config.n_steps
 
@@ -279,9 +294,11 @@ def test_a_file_of_settings_and_flags_that_beat_it(tmp_path):
 def test_a_list_in_a_file_sweeps(tmp_path):
     file = tmp_path / "sweep.json"
     file.write_text(json.dumps({"learning_rate": [1e-3, 1e-2], "n_seeds": 2}))
-    config, options = parse_arguments(["--config", str(file)])
-    np.testing.assert_allclose(config.learning_rate, [1e-3, 1e-2])
+    settings, options, _ = parse_arguments(["--config", str(file)])
+    assert settings == [(dict(learning_rate=x), PPOConfig(learning_rate=x)) for x in (1e-3, 1e-2)]
     assert options.n_seeds == 2
+    config, _ = parse_one(["--config", str(file), "--learning-rate", "0.5"])  # flags beat it
+    assert config == PPOConfig(learning_rate=0.5)
 
 
 @pytest.mark.parametrize("ending", ["yaml", "json"])
@@ -293,7 +310,10 @@ def test_a_list_in_a_file_sweeps(tmp_path):
         ({"num_minibatches": 4}, ["num_minibatches", "no setting", "batch_size"]),
         ({"n_envs": "many"}, ["n_envs", "'many'", "whole number"]),
         ({"n_envs": None}, ["n_envs", "None", "whole number"]),
-        ({"n_envs": [8]}, ["n_envs", "[8]", "whole number"]),
+        ({"n_envs": [8, "many"]}, ["n_envs", "'many'", "whole number"]),
+        ({"n_envs": [[8]]}, ["n_envs", "[8]", "whole number"]),
+        ({"n_envs": []}, ["n_envs", "[]", "value"]),
+        ({"n_seeds": [8]}, ["n_seeds", "[8]", "whole number"]),
         ({"gamma": 2}, ["gamma", "2", "from 0 to 1"]),
         ({"learning_rate": [1e-3, -1]}, ["learning_rate", "0 or above"]),
         ({"seed": 2**32}, ["seed", "4294967296"]),
@@ -321,6 +341,12 @@ def test_a_mistake_in_a_file_of_settings_gets_one_line(settings, words, ending, 
 SCHEDULE = Schedule(np.array([1e-3, 1e-2]), np.array([0.0, 0.5]), "cosine")
 
 
+def write_settings(folder, config):
+    """Write config.json with a config's settings; returns its path."""
+    ppo_jax.write_config(folder, ppo_jax.plain_settings(config))
+    return folder / "config.json"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -328,34 +354,75 @@ SCHEDULE = Schedule(np.array([1e-3, 1e-2]), np.array([0.0, 0.5]), "cosine")
         dict(optimizer="adamw", optimizer_kwargs={"weight_decay": 1e-4, "nesterov": True}),
         dict(env_params={"max_speed": 5.0, "max_steps_in_episode": 50}, target_kl=0.01),
         dict(net_arch_vf=(), squash_output=True, activation="relu", batch_size=16, gamma=1),
-        dict(learning_rate=[1e-3, 1e-2], gamma=np.array([0.9, 0.99], np.float32)),
-        dict(learning_rate=SCHEDULE, ent_coef=["linear_0.1", "linear_0.2"]),
-        dict(clip_range=([0.1, 0.2], 0.3)),
         dict(clip_range=("linear_0.1_0.5", "cosine_0.3_0.1"), total_timesteps=2**35),
     ],
     ids=lambda changes: ",".join(changes),
 )
 def test_every_kind_of_setting_survives_its_file(changes, tmp_path):
     config = PPOConfig(**FULL | changes)
-    ppo_jax.write_config(tmp_path, config)
-    file = tmp_path / "config.json"
+    file = write_settings(tmp_path, config)
     assert_same_configs(PPOConfig(**json.loads(file.read_text())), config)
-    read, options = parse_arguments(["--config", str(file)])
+    read, options = parse_one(["--config", str(file)])
     assert_same_configs(read, config)
     assert options == RunOptions(config=str(file))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(learning_rate=[1e-3, 1e-2], gamma=np.array([0.9, 0.99], np.float32)),
+        dict(learning_rate=SCHEDULE, ent_coef=["linear_0.1", "linear_0.2"]),
+        dict(clip_range=([0.1, 0.2], 0.3)),
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_a_populations_numbers_survive_their_file(changes, tmp_path):
+    """Python reads them as they were, the command line as values to combine."""
+    config = PPOConfig(**FULL | changes)
+    file = write_settings(tmp_path, config)
+    assert_same_configs(PPOConfig(**json.loads(file.read_text())), config)
+    settings, *_ = parse_arguments(["--config", str(file)])
+    assert len(settings) == 2 ** len(changes)
+    corners = (settings[0], settings[-1])
+    for row, (chosen, read) in enumerate(corners):
+        assert chosen.keys() == changes.keys()
+        single = [np.broadcast_to(leaf, 2)[row] for leaf in jax.tree.leaves(config)]
+        assert_same_configs(read, jax.tree.unflatten(jax.tree.structure(config), single))
+
+
+def test_what_a_sweep_leaves_in_its_file_is_the_sweep(tmp_path):
+    argv = ["--learning-rate", "linear_1e-3", "1e-2", "--clip-range", "0.1,0.3", "0.2"]
+    argv += ["--net-arch", "8,4", "--net-arch-vf", "8,4", "16", "--seed", "7"]
+    argv += ["--target-kl", "none", "0.01"]
+    argv += ["--env-params", "gravity=9", "gravity=10", "--normalize-obs", "true", "false"]
+    settings, options, described = parse_arguments(argv)
+    assert len(settings) == 2**6 and settings[0][1].net_arch == (8, 4)
+    ppo_jax.write_config(tmp_path, described)
+    again, read, same = parse_arguments(["--config", str(tmp_path / "config.json")])
+    assert [config for _, config in again] == [config for _, config in settings]
+    given = vars(read) | {"config": None}
+    assert given == vars(options) and same == described
+
+
+def test_none_may_be_one_of_several_layouts(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"net_arch_vf": [[8, 4], null]}')
+    for argv in (["--net-arch-vf", "8,4", "none"], ["--config", str(file)]):
+        settings, *_ = parse_arguments(argv)
+        assert [config.net_arch_vf for _, config in settings] == [(8, 4), None]
+
+
 def test_a_run_is_told_by_flags_as_by_python():
-    config, options = parse_arguments([*flags(FULL), "--n-seeds", "2", "--no-progress-bar"])
+    config, options = parse_one([*flags(FULL), "--n-seeds", "2", "--no-progress-bar"])
     assert config == PPOConfig(**FULL)
     assert options == RunOptions(n_seeds=2, progress_bar=False)
     underscored = [word.replace("-", "_") if word[:2] == "--" else word for word in flags(FULL)]
     underscored = [word.replace("__", "--", 1) for word in underscored]
-    assert parse_arguments(underscored)[0] == config
+    assert parse_one(underscored)[0] == config
 
 
 def test_what_no_file_can_hold_is_asked_for(tmp_path, capsys):
-    ppo_jax.write_config(tmp_path, PPOConfig(env=Bare()))
+    write_settings(tmp_path, PPOConfig(env=Bare()))
     for flag in ("--config", "--resume"):
         where = tmp_path / "config.json" if flag == "--config" else tmp_path
         assert main([flag, str(where), UNCACHED]) == 2
@@ -390,7 +457,7 @@ def test_help_explains_every_setting_with_the_environments_default(capsys):
     assert found == sorted(found)
     for flag, group in (("seed", 0), ("env", 1), ("batch-size", 2), ("gamma", 3), ("policy", 4)):
         end = [*found, len(text)][group + 1]
-        place = re.search(rf"--{flag} X", text).start()
+        place = re.search(rf"--{flag} (X|\[X \.\.\.\])", text).start()
         assert found[group] < place < end, flag
 
 

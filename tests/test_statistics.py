@@ -1,5 +1,7 @@
 """Running statistics, what is normalised by them, and the means over episodes."""
 
+import functools
+
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ def test_running_statistics_are_those_of_all_samples(mean, deviation):
     this deviation.
     """
     samples = np.random.default_rng(0).normal(mean, deviation, (200, 64, 3)).astype(np.float32)
-    update = jit(ppo_jax.update_statistics)
+    update = jit(functools.partial(ppo_jax.update_statistics, PPOConfig()))
     seen = RunningStatistics(jnp.float32(0), jnp.zeros(3), jnp.ones(3))
     for chunk in samples:
         seen = update(seen, chunk)
@@ -36,7 +38,7 @@ def test_running_statistics_stay_right_over_a_billion_samples():
 
     def step(i, seen):
         key = jax.random.fold_in(jax.random.key(0), i % 64)
-        return ppo_jax.update_statistics(seen, 1000 + jax.random.normal(key, (1024,)))
+        return ppo_jax.update_statistics(PPOConfig(), seen, 1000 + jax.random.normal(key, (1024,)))
 
     @jax.jit
     def a_thousand(seen):
@@ -109,11 +111,11 @@ PARTS = {  # name: a space, and whether its observations are normalised
 
 def draw(key, space):
     """Return an observation of a space."""
-    if ppo_jax.is_box(space):
+    if hasattr(space, "low"):
         low, high = np.min(space.low), np.max(space.high)
         return jax.random.randint(key, space.shape, int(low), int(high) + 1).astype(space.dtype)
-    sizes = np.reshape(ppo_jax.action_sizes(space), space.shape)
-    return jax.random.randint(key, space.shape, 0, sizes) + ppo_jax.first_values(space)
+    sizes = np.reshape(ppo_jax.Space(space).sizes, space.shape)
+    return jax.random.randint(key, space.shape, 0, sizes) + ppo_jax.Space(space).low
 
 
 def show(key, time):
@@ -228,7 +230,7 @@ def test_episode_statistics_are_those_of_a_plain_loop(chance):
     assert (len(finished) < 6) == (chance < 0.1)
 
 
-COUNT_EPISODES = jit(lambda config, agent, rollout: ppo_jax.count_episodes(agent, rollout))
+COUNT_EPISODES = jit(ppo_jax.count_episodes)
 
 
 @pytest.mark.parametrize("n_tasks", [1, 3])

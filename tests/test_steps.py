@@ -126,7 +126,7 @@ def test_integers_reach_the_environment_from_their_start_on(name):
     _, rollout = jit(ppo_jax.collect_rollout)(config, agent, jax.random.key(1))
     action = np.asarray(rollout.action).reshape(16, 8, -1)
     np.testing.assert_array_equal(rollout.final_obs, action + starts)
-    sizes = ppo_jax.action_sizes(space)
+    sizes = ppo_jax.Space(space).sizes
     assert len(sizes) == len(starts)
     for part, size in enumerate(sizes):
         assert set(action[..., part].ravel().tolist()) == set(range(size))
