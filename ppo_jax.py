@@ -2422,9 +2422,7 @@ def train_population(
     if isinstance(config, Population):
         config, start, _ = config
     n_agents = check_start(config, start, reset_num_timesteps)
-    n_done = 0
-    if isinstance(start, Agent) and not reset_num_timesteps:
-        n_done = int(start.n_updates[0])
+    n_done = count_updates(start, reset_num_timesteps)
     bar = make_bar(progress_bar, config, n_agents, n_done)
     if bar.disable and callback is None:
         callback_seconds = math.inf
@@ -2466,9 +2464,9 @@ def train_chunks(
     if evolve and turns.shape[1] < n_agents:
         refuse("evolve", evolve, "left out where agents take turns, or several processes train")
     states = first_states(config, start, restart, turns, n_agents)
-    done = int(states[0][1].n_updates[0])
+    done = count_updates(start, restart)
     generation = evolve_every or max(1, config.n_updates // 20)
-    capacity = min(config.n_updates, CHUNK_UPDATES)
+    capacity = longest_chunk(config)
     size = capacity if math.isinf(seconds) else 1
     while done < config.n_updates:
         n_updates = min(size, capacity, config.n_updates - done)
@@ -2494,10 +2492,14 @@ def train_chunks(
         yield config, join_turns(states, n_agents), pick(metrics, FIRST_METRICS) | metrics
 
 
+def longest_chunk(config):
+    """Return the most updates in one call of the device."""
+    return min(config.n_updates, CHUNK_UPDATES)
+
+
 def training_program(config, evolve, n_agents):
     """Return `train_chunk` for the compiler."""
-    capacity = min(config.n_updates, CHUNK_UPDATES)
-    options = dict(capacity=capacity, evolve=tuple(evolve), n_agents=n_agents)
+    options = dict(capacity=longest_chunk(config), evolve=tuple(evolve), n_agents=n_agents)
     return compiled(train_chunk, donate=(1,), **options)
 
 
@@ -2648,6 +2650,13 @@ def empty_agent(config):
     return jax.eval_shape(init_agent, first, jax.random.key(0))
 
 
+def count_updates(start, restart):
+    """Return the updates that agents (S, …) have done; 0 for keys and for a new run."""
+    if restart or not isinstance(start, Agent):
+        return 0
+    return int(start.n_updates[0])
+
+
 def begin_agent(config, start, restart):
     """Return the agent of a key, or a copy of an agent; restart: with its environments reset."""
     if not isinstance(start, Agent):
@@ -2667,7 +2676,7 @@ def plan_turns(train, config, n_agents, memory_limit):
     n_local = -(-n_agents // n_processes)
     mesh = make_mesh(config, n_local)
     n_places = mesh.shape["agents"]
-    n_rows = -(-n_local // n_places) * n_places  # a device without work repeats some
+    n_rows = whole_rows(mesh, n_local)
     memory = mesh.devices[0, 0].memory_stats()
     if memory_limit is None and memory:
         memory_limit = memory["bytes_limit"] - memory["bytes_in_use"]
@@ -2690,8 +2699,8 @@ def plan_turns(train, config, n_agents, memory_limit):
 def memory_of(train, config, n_rows):
     """Return the bytes on one device that training n_rows agents takes, and compile it for them."""
 
-    def shape_of(leaf, place=None):
-        return jax.ShapeDtypeStruct((n_rows, *leaf.shape), leaf.dtype, sharding=place)
+    def shape_of(leaf):
+        return jax.ShapeDtypeStruct((n_rows, *leaf.shape), leaf.dtype)
 
     numbers = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), config)
     state = jax.tree.map(shape_of, (numbers, empty_agent(config)))
@@ -2707,18 +2716,19 @@ def first_states(config, start, restart, turns, n_agents):
     begin = on_every_device(begin_agent, restart=restart)
     states = []
     for rows in turns:
-
-        def take(x):
-            return np.broadcast_to(np.float32(x), n_agents)[rows]  # noqa: B023
-
-        numbers = jax.tree.map(take, config)
-        agents = begin(numbers, jax.tree.map(lambda x: x[rows], start))  # noqa: B023
+        numbers = take_agents(config, rows, n_agents)
+        agents = begin(numbers, jax.tree.map(operator.itemgetter(rows), start))
         state = (numbers, agents)
         state = jax.device_put(state, places_of(state))
         if len(turns) > 1:
             state = put_on_host(state)
         states.append(state)
     return states
+
+
+def take_agents(config, rows, n_agents):
+    """Return the config of some of n_agents, its numbers as arrays (rows,)."""
+    return jax.tree.map(lambda x: np.broadcast_to(np.float32(x), n_agents)[rows], config)
 
 
 def join_turns(states, n_agents):
@@ -2746,6 +2756,12 @@ def make_mesh(config, n_agents):
         refuse("devices_per_agent", config.devices_per_agent, right)
     devices = np.array(devices[: n_places * config.devices_per_agent])
     return jax.sharding.Mesh(devices.reshape((n_places, -1)), ("agents", "devices"))
+
+
+def whole_rows(mesh, n_agents):
+    """Return the rows of n_agents, as many on each device: one without work repeats some."""
+    n_places = mesh.shape["agents"]
+    return -(-n_agents // n_places) * n_places
 
 
 def split_rows(config, tree):
@@ -2820,9 +2836,9 @@ def spread(function, config, agents, *shared):
     """
     n_agents = len(jax.tree.leaves(agents)[0])
     mesh = make_mesh(config, n_agents)
-    n_rows = -(-n_agents // mesh.shape["agents"]) * mesh.shape["agents"]
+    n_rows = whole_rows(mesh, n_agents)
     rows = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
-    if n_rows > n_agents:  # a device without work repeats some
+    if n_rows > n_agents:
         rows = jax.tree.map(lambda x: x[np.arange(n_rows) % n_agents], rows)
 
     def on_device(rows, shared):
@@ -2840,9 +2856,7 @@ def spread(function, config, agents, *shared):
     specs = dict(in_specs=(split_rows(config, rows), jax.sharding.PartitionSpec()))
     specs["out_specs"] = split_rows(config, result)
     results = jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(rows, shared)
-    if n_rows > n_agents:
-        results = jax.tree.map(lambda x: x[:n_agents], results)
-    return results
+    return trim(results, n_agents)
 
 
 # ==================================================================================================
@@ -2946,6 +2960,14 @@ def load_agents(run_dir, config=None, **objects):
     return config, jax.tree_util.tree_map_with_path(stored_leaf, agent)
 
 
+def load_population(run_dir, **objects):
+    """Do what `load_agents` does, but give agents a leading axis, also a single one."""
+    config, agents = load_agents(run_dir, **objects)
+    if not agents.n_updates.ndim:
+        agents = jax.tree.map(lambda x: x[None], agents)
+    return config, agents
+
+
 def has_checkpoint(folder):
     """Tell whether a folder has a whole checkpoint."""
     return any(path.name.isdigit() for path in (folder / "checkpoint").glob("*"))
@@ -2973,9 +2995,14 @@ def plain_leaves(tree):
 
 def write_config(folder, settings):
     """Write config.json, whole or not at all."""
-    fresh = folder / "config.json.new"  # a full disk must not cost the file that is there
-    fresh.write_text(json.dumps(settings, indent=2, default=str) + "\n")
-    fresh.replace(folder / "config.json")
+    replace_text(folder / "config.json", json.dumps(settings, indent=2, default=str) + "\n")
+
+
+def replace_text(path, text):
+    """Write a file whole or not at all: a full disk must not cost the one that is there."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def is_run_folder(folder):
@@ -3129,22 +3156,8 @@ class RunReport:
         timesteps = n_done * population.config.rollout_size
         self.bar.update(timesteps * len(population.keys))
         path = self.run_dir / "metrics.csv"
-        if jax.process_index() > 0 or not path.exists():
-            return
-        settings = {str(row["setting"]) for row in population.rows}
-        kept = []  # of the rows: those after the last checkpoint come again
-        header, *lines = path.read_text().splitlines(keepends=True) or [""]
-        if header.endswith("\n"):
-            kept.append(header)
-        for line in lines:
-            if not line.endswith("\n"):  # the process was killed while it wrote
-                continue
-            setting, _, steps, *_ = line.split(",")
-            if setting not in settings or int(steps) <= timesteps:
-                kept.append(line)
-        fresh = path.with_name("metrics.csv.new")
-        fresh.write_text("".join(kept))
-        fresh.replace(path)
+        if jax.process_index() == 0 and path.exists():
+            cut_metrics(path, {str(row["setting"]) for row in population.rows}, timesteps)
 
     def __call__(self, config, agents, metrics):
         """Write a chunk's metrics, and sometimes the agents; returns whether the run is to end."""
@@ -3250,6 +3263,24 @@ class RunReport:
                 row["diverged_at"] = int(since[first]) * config.rollout_size
                 row["diverged_in"] = ("observation", "reward", "loss")[first]
             self.agents.append(row)
+
+
+def cut_metrics(path, settings, timesteps):
+    """Take from metrics.csv the settings' rows after timesteps: they come again.
+
+    A process that was killed while it wrote left a part of a line, which goes too.
+    """
+    header, *lines = path.read_text().splitlines(keepends=True) or [""]
+    kept = []
+    if header.endswith("\n"):
+        kept.append(header)
+    for line in lines:
+        if not line.endswith("\n"):
+            continue
+        setting, _, steps, *_ = line.split(",")
+        if setting not in settings or int(steps) <= timesteps:
+            kept.append(line)
+    replace_text(path, "".join(kept))
 
 
 def is_failing(agents):
@@ -3889,10 +3920,8 @@ def find_start(population, folder, options, is_own):
     if not has_checkpoint(folder) and options.resume == "auto":
         return config, keys
     objects = pick(vars(config), objects_in(plain_settings(config)))
-    stored, agents = load_agents(folder, **objects)
+    stored, agents = load_population(folder, **objects)
     config = config.replace(**pick(vars(stored), options.evolve))
-    if not agents.n_updates.ndim:  # saved from Python
-        agents = jax.tree.map(lambda x: x[None], agents)
     if len(agents.n_updates) != len(keys):
         n_agents, n_given = len(agents.n_updates), len(keys)
         refuse("n_seeds", options.n_seeds, f"such that {n_agents} agents go on, not {n_given}")
@@ -3920,9 +3949,7 @@ def run_population(report, populations, number):
         if is_same and is_first and not restart and earlier.exists():
             (run_dir / "metrics.csv").write_text(earlier.read_text())
     config, start = find_start(population, source, options, is_own)
-    n_done = 0
-    if isinstance(start, Agent) and not restart:
-        n_done = int(start.n_updates[0])
+    n_done = count_updates(start, restart)
     report.begin(population, folder, n_done)
     if n_done == config.n_updates:
         report.end(config, start, number)
@@ -3988,6 +4015,7 @@ def finish_run(report, settings):
         code = 128 + report.signal
     if jax.process_index() > 0:
         return code
+    has_diverged = np.array(["diverged_at" in row for row in report.agents])
     try:
         if report.error:
             raise report.error
@@ -3997,13 +4025,12 @@ def finish_run(report, settings):
         complain(f"error: {run_dir} can't be written ({error}); its last checkpoint is whole")
         code = 1
         returns = np.array([row["return"] for row in report.agents])
-        has_diverged = np.array(["diverged_at" in row for row in report.agents])
         table = summary_table("last returns of training", returns, has_diverged)
     for row in report.agents:
         if "diverged_at" in row:
             where = f"at step {row['diverged_at']:,}: {row['diverged_in']} not finite"
             complain(f"agent {row['agent']} (setting {row['setting']}) diverged {where}")
-    if all("diverged_at" in row for row in report.agents):
+    if has_diverged.all():
         complain("error: all agents diverged: a reward, an observation or a loss was not finite")
         code = 3
     if options.verbose:
@@ -4081,12 +4108,10 @@ def run_evaluation(options):
             folder = run_dir
         firsts = table.groupby("program")["agent"].transform("min")
         rows = (rows["agent"] - firsts[rows.index]).to_numpy()
-    config, agents = load_agents(folder)
+    config, agents = load_population(folder)
     config = config.replace(devices_per_agent=1)  # each agent plays on one
-    if not agents.n_updates.ndim:
-        agents = jax.tree.map(lambda x: x[None], agents)
     if rows is not None:
-        config = jax.tree.map(lambda x: np.broadcast_to(x, len(agents.n_updates))[rows], config)
+        config = take_agents(config, rows, len(agents.n_updates))
         agents = jax.tree.map(lambda x: x[rows], agents)
     limits = dict(n_episodes=options.n_episodes, max_steps=options.max_steps)
     play = on_every_device(evaluate, **limits)  # all agents the same episodes
