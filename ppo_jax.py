@@ -2626,7 +2626,7 @@ def check_resumable(config, agents, restart):
         if n_envs != config.n_envs:
             right = f"{n_envs}, as the agents have, or reset_num_timesteps be set"
             refuse("n_envs", config.n_envs, right)
-        done = int(agents.n_updates[0]) * config.rollout_size
+        done = count_updates(agents, restart) * config.rollout_size
         if done >= config.total_timesteps:
             right = f"above the {done} that are done, or reset_num_timesteps be set"
             refuse("total_timesteps", config.total_timesteps, right)
@@ -2654,7 +2654,7 @@ def count_updates(start, restart):
     """Return the updates that agents (S, …) have done; 0 for keys and for a new run."""
     if restart or not isinstance(start, Agent):
         return 0
-    return int(start.n_updates[0])
+    return int(jax.device_get(start.n_updates)[0])
 
 
 def begin_agent(config, start, restart):
@@ -2716,10 +2716,9 @@ def first_states(config, start, restart, turns, n_agents):
     begin = on_every_device(begin_agent, restart=restart)
     states = []
     for rows in turns:
-        numbers = take_agents(config, rows, n_agents)
-        agents = begin(numbers, jax.tree.map(operator.itemgetter(rows), start))
-        state = (numbers, agents)
+        state = (take_agents(config, rows, n_agents), take_rows(start, rows))
         state = jax.device_put(state, places_of(state))
+        state = (state[0], begin(*state))
         if len(turns) > 1:
             state = put_on_host(state)
         states.append(state)
@@ -2729,6 +2728,15 @@ def first_states(config, start, restart, turns, n_agents):
 def take_agents(config, rows, n_agents):
     """Return the config of some of n_agents, its numbers as arrays (rows,)."""
     return jax.tree.map(lambda x: np.broadcast_to(np.float32(x), n_agents)[rows], config)
+
+
+def take_rows(tree, rows):
+    """Return rows of arrays (S, …), in the host's memory.
+
+    Not from device to device: two such copies at a time can wait for each other for ever on a CPU
+    that has as many devices as cores (jax 0.10.2).
+    """
+    return jax.tree.map(operator.itemgetter(rows), put_on_host(tree))
 
 
 def join_turns(states, n_agents):
@@ -2743,7 +2751,7 @@ def trim(tree, n_agents):
     """Return the first rows of arrays (rows, …) that have more than n_agents."""
     if len(jax.tree.leaves(tree)[0]) <= n_agents:
         return tree
-    return jax.tree.map(lambda x: x[:n_agents], tree)
+    return take_rows(tree, slice(n_agents))
 
 
 def make_mesh(config, n_agents):
@@ -2830,16 +2838,14 @@ def on_every_device(function, **static):
 def spread(function, config, agents, *shared):
     """Call `function(config, agent, *shared)` for each agent, agents split between local devices.
 
-    agents: (S, …); a leaf of the config may have that axis too. The agents of one device run side
-    by side, but on a CPU one after the other: what one agent needs stays in the core's cache. With
-    devices_per_agent, that many devices in a row call the function for the same agents.
+    agents: (S, …), as many for each device; a leaf of the config may have that axis too. The agents
+    of one device run side by side, but on a CPU one after the other: what one agent needs stays in
+    the core's cache. With devices_per_agent, that many devices in a row call the function for the
+    same agents.
     """
     n_agents = len(jax.tree.leaves(agents)[0])
     mesh = make_mesh(config, n_agents)
-    n_rows = whole_rows(mesh, n_agents)
     rows = (jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, n_agents), config), agents)
-    if n_rows > n_agents:
-        rows = jax.tree.map(lambda x: x[np.arange(n_rows) % n_agents], rows)
 
     def on_device(rows, shared):
         def one_agent(row):
@@ -2855,8 +2861,7 @@ def spread(function, config, agents, *shared):
         result = jax.eval_shape(function, of_one.replace(devices_per_agent=1), agent, *shared)
     specs = dict(in_specs=(split_rows(config, rows), jax.sharding.PartitionSpec()))
     specs["out_specs"] = split_rows(config, result)
-    results = jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(rows, shared)
-    return trim(results, n_agents)
+    return jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs)(rows, shared)
 
 
 # ==================================================================================================
@@ -2977,11 +2982,21 @@ def open_checkpoints(folder, create=False):
     """Return Orbax and its manager of a run folder's checkpoints, which keeps the last two."""
     import orbax.checkpoint as ocp
 
-    options = dict(max_to_keep=2, create=create, enable_async_checkpointing=False)
-    options = ocp.CheckpointManagerOptions(**options)
-    handlers = dict(agents=ocp.StandardCheckpointHandler(), settings=ocp.JsonCheckpointHandler())
-    options = dict(options=options, item_handlers=handlers)
-    return ocp, ocp.CheckpointManager((folder / "checkpoint").absolute(), **options)
+    folder = (folder / "checkpoint").absolute()
+    if create:
+        folder.mkdir(parents=True, exist_ok=True)
+    # Processes that are named wait for each other through JAX's coordinator. Else they wait by a
+    # sum over all devices, which hung where a CPU has as many devices as cores (jax 0.10.2).
+    processes = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        processes.active_processes = set(range(jax.process_count()))
+    options = dict(max_to_keep=2, create=False, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(**options, multiprocessing_options=processes)
+    handlers = dict(
+        agents=ocp.StandardCheckpointHandler(multiprocessing_options=processes),
+        settings=ocp.JsonCheckpointHandler(multiprocessing_options=processes),
+    )
+    return ocp, ocp.CheckpointManager(folder, options=options, item_handlers=handlers)
 
 
 def plain_leaves(tree):
@@ -3925,7 +3940,7 @@ def find_start(population, folder, options, is_own):
     if len(agents.n_updates) != len(keys):
         n_agents, n_given = len(agents.n_updates), len(keys)
         refuse("n_seeds", options.n_seeds, f"such that {n_agents} agents go on, not {n_given}")
-    if not is_own or agents.n_updates[0] < config.n_updates:
+    if not is_own or count_updates(agents, restart=False) < config.n_updates:
         check_resumable(config, agents, options.reset_num_timesteps and not is_own)
     return config, agents
 
@@ -4110,16 +4125,18 @@ def run_evaluation(options):
         rows = (rows["agent"] - firsts[rows.index]).to_numpy()
     config, agents = load_population(folder)
     config = config.replace(devices_per_agent=1)  # each agent plays on one
-    if rows is not None:
-        config = take_agents(config, rows, len(agents.n_updates))
-        agents = jax.tree.map(lambda x: x[rows], agents)
+    if rows is None:
+        rows = np.arange(len(agents.n_updates))
+    places = np.resize(rows, whole_rows(make_mesh(config, len(rows)), len(rows)))
+    state = (take_agents(config, places, len(agents.n_updates)), take_rows(agents, places))
+    state = jax.device_put(state, places_of(state))
     limits = dict(n_episodes=options.n_episodes, max_steps=options.max_steps)
     play = on_every_device(evaluate, **limits)  # all agents the same episodes
-    returns = np.asarray(play(config, agents, jax.random.key(options.seed)))
+    returns = np.asarray(play(*state, jax.random.key(options.seed)))[: len(rows)]
     episodes = f"mean of {options.n_episodes} episodes, most probable actions"
     title = f"{env_name(config)}{which}, {episodes}"
     returns_known = known_mean(returns, axis=1)
-    print(summary_table(title, returns_known, is_failing(agents), sorted(options.agent)))
+    print(summary_table(title, returns_known, is_failing(agents)[rows], sorted(options.agent)))
     n_unknown = np.isnan(returns).sum()
     if n_unknown:
         print(f"{n_unknown} episodes did not end within {options.max_steps:,} steps (--max-steps)")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 
 import jax
@@ -284,6 +285,27 @@ ppo_jax.save_agents(sys.argv[1], runs.CONFIG, agents)
     code, _, error = finish(process)
     assert code == 0, error
     assert_same_agents(whole[0], load_agents(tmp_path / "run")[1])
+
+
+def test_the_devices_of_a_process_never_wait_for_each_other(tmp_path):
+    """Copies between a CPU's devices hung, where two ran at a time: no program may have one."""
+    code = """
+import sys, jax, ppo_jax, runs
+assert jax.device_count() == 2
+config, folder = runs.CONFIG, sys.argv[1]
+agents, _ = ppo_jax.train_population(config, runs.KEYS, lambda *now: now[0] >= 64, 0.0)
+agents, _ = ppo_jax.train_population(config.replace(total_timesteps=128), agents)
+assert ppo_jax.main([*runs.SMALL, "--n-seeds", "3", "--run-dir", folder]) == 0
+assert ppo_jax.main(["--eval", folder, "--n-episodes", "2", "--max-steps", "9"]) == 0
+"""
+    xla = f"--xla_force_host_platform_device_count=2 --xla_dump_to={tmp_path}/programs"
+    process = start(tmp_path / "run", folder=tmp_path, code=code, XLA_FLAGS=xla)
+    code, _, error = finish(process)
+    assert code == 0, error
+    programs = list((tmp_path / "programs").glob("*after_optimizations.txt"))
+    assert any("train_chunk" in path.name for path in programs)
+    copy = re.compile("all-gather|all-reduce|all-to-all|collective-permute")
+    assert [path.name for path in programs if copy.search(path.read_text())] == []
 
 
 def test_every_core_is_a_device_from_before_jax_starts(tmp_path):

@@ -1,6 +1,7 @@
 """Several processes that train together, here on one machine, against one that trains alone."""
 
 import re
+import shutil
 import signal
 import socket
 import time
@@ -95,7 +96,8 @@ def assert_same_runs(ours, theirs):
 def folders(tmp_path_factory, cache):
     """Two folders with a run of three agents: of two processes, and of one."""
     folders = [tmp_path_factory.mktemp(name) for name in ("together", "alone")]
-    train_both_ways(SETTINGS | dict(n_seeds=3), folders, cache)
+    # Many checkpoints: at the second one, processes once waited for each other for ever.
+    train_both_ways(SETTINGS | dict(n_seeds=3, checkpoint_seconds=0.3), folders, cache)
     return folders
 
 
@@ -106,6 +108,8 @@ def test_two_processes_train_the_agents_of_one(folders):
         assert [path.name for path in folder.iterdir()] == ["run"]
         assert load_agents(folder / "run")[1].n_updates.tolist() == [2000, 2000, 2000]
         assert len(read_rows(folder / "run")) == 3 * 2000
+    numbers = [int(path.name) for path in (folders[0] / "run" / "checkpoint").iterdir()]
+    assert max(numbers) > 3
 
 
 def test_one_process_plays_the_agents_of_two(folders, cache):
@@ -118,21 +122,27 @@ def test_one_process_plays_the_agents_of_two(folders, cache):
     assert printed[0] == printed[1] and "seed 2" in printed[0] and "diverged" not in printed[0]
 
 
-def test_one_process_goes_on_with_the_run_of_two(folders, tmp_path, cache):
+def test_two_processes_go_on_from_their_checkpoint_and_one_process_can(folders, tmp_path, cache):
+    """What was left by an interrupted run of either kind leads to the same end by either."""
+    whole = folders[1] / "run"
+    ends = ["together", "alone"]
+    for name in ends:
+        (tmp_path / name).mkdir()
     arguments = SETTINGS | dict(n_seeds=3, checkpoint_seconds=0.7)
     command = [*flags(arguments), "--run-dir", "run"]
-    processes = start_together(*command, folder=tmp_path, cache=cache)
+    processes = start_together(*command, folder=tmp_path / "together", cache=cache)
     try:
-        wait_for_checkpoint(tmp_path / "run", processes)
+        wait_for_checkpoint(tmp_path / "together" / "run", processes)
     finally:
         for process in processes:
             process.kill()
             finish(process)
-    before = load_agents(tmp_path / "run")[1].n_updates
+    shutil.copytree(tmp_path / "together" / "run", tmp_path / "alone" / "run")
+    before = load_agents(tmp_path / "alone" / "run")[1].n_updates
     assert 0 < before[0] < 2000, "the run was over before it was killed"
-    code, _, error = finish(start(*command, folder=tmp_path, **ONE_DEVICE, **cache))
-    assert code == 0, error
-    assert_same_runs(tmp_path / "run", folders[1] / "run")
+    train_both_ways(arguments, [tmp_path / name for name in ends], cache)
+    for name in ends:
+        assert_same_runs(tmp_path / name / "run", whole)
 
 
 @pytest.mark.parametrize("killed", [0, 1])
