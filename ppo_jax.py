@@ -3514,7 +3514,8 @@ def open_loggers(options, run_dir, stack):
             right = f"within reach ({error}), or WANDB_MODE=offline be set"
             refuse("wandb_project", options.wandb_project, right)
         stack.callback(run.finish)
-        loggers.append(lambda timesteps, scalars: run.log(scalars, step=timesteps))
+        run.define_metric("*", step_metric="timesteps")  # which may begin anew, unlike wandb's own
+        loggers.append(lambda timesteps, scalars: run.log(scalars | {"timesteps": timesteps}))
     return loggers
 
 

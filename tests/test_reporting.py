@@ -269,8 +269,11 @@ class Wandb:
         self.given = given
         return self
 
-    def log(self, scalars, step):
-        self.logged.append((step, scalars))
+    def define_metric(self, name, step_metric):
+        self.axis = (name, step_metric)
+
+    def log(self, scalars):
+        self.logged.append((scalars["timesteps"], scalars))
 
     def finish(self):
         self.finished += 1
@@ -295,13 +298,13 @@ def test_loggers_get_every_row(tmp_path, monkeypatch, capsys):
     assert table["timesteps"].tolist() == [64] * 3 + [128] * 3
     assert [step for step, _ in wandb.logged] == [64, 128] and wandb.finished == 1
     assert wandb.given["project"] == "mine" and wandb.given["config"]["n_envs"] == 4
-    assert wandb.given["name"] == "this"
+    assert wandb.given["name"] == "this" and wandb.axis == ("*", "timesteps")
     for steps, scalars in wandb.logged:
         rows = table[table["timesteps"] == steps]
         for seed, value in enumerate(rows["return"]):
             np.testing.assert_allclose(scalars.pop(f"return_seed_{seed}"), value, rtol=1e-6)
         known = rows.mean().dropna()
-        assert scalars.keys() == set(known.index) - {"timesteps"} and ODD in scalars
+        assert scalars.keys() == set(known.index) and ODD in scalars
         assert rows["unknown"].isna().all() and "unknown" not in scalars
         for name, value in scalars.items():
             np.testing.assert_allclose(value, known[name], rtol=1e-6)
