@@ -2955,7 +2955,9 @@ def load_agents(run_dir, config=None, **objects):
     sys.unraisablehook = hook
 
     def stored_leaf(path, leaf):
-        value = leaves[path_name(path)]
+        value = leaves.get(path_name(path))
+        if value is None:  # an empty array
+            value = np.zeros((*settings["n_rows"], *leaf.shape), leaf.dtype)
         if settings["n_agents"] is not None:
             value = value[: settings["n_agents"]]  # several processes save the same number each
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -3000,11 +3002,13 @@ def open_checkpoints(folder, create=False):
 
 
 def plain_leaves(tree):
-    """Return the leaves of a tree by path, typed random keys as integers."""
-    leaves = named_leaves(tree)
-    for name, leaf in leaves.items():
+    """Return the leaves of a tree by path, typed random keys as integers, without empty arrays."""
+    leaves = {}
+    for name, leaf in named_leaves(tree).items():
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaves[name] = jax.random.key_data(leaf)
+            leaf = jax.random.key_data(leaf)
+        if leaf.size:  # Orbax refuses others
+            leaves[name] = leaf
     return leaves
 
 

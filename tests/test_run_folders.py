@@ -14,11 +14,12 @@ import time
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from children import FORK, claim, save_for_ever
-from faulty_environments import Bare
+from faulty_environments import Bare, State
 from helpers import jit
 from runs import (
     CONFIG,
@@ -43,6 +44,7 @@ from ppo_jax import (
     ConfigError,
     PPOConfig,
     RunOptions,
+    init_agent,
     load_agents,
     main,
     save_agents,
@@ -78,6 +80,24 @@ def test_several_agents_come_back_to_the_last_bit(agents, tmp_path):
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(loaded.params))
     settings = json.loads((tmp_path / "new" / "run" / "config.json").read_text())
     assert settings["n_seeds"] == 3 and settings["n_envs"] == 4
+
+
+@pytest.mark.parametrize("keys", [KEYS, KEYS[0]], ids=["several", "one"])
+def test_a_state_with_an_empty_array_comes_back(keys, tmp_path):
+    def reset(key):
+        return jnp.zeros(1), State(jnp.int32(0), jnp.zeros((0, 3)))  # as contacts in physics
+
+    def step(key, state, action):
+        state = state.replace(time=state.time + 1)
+        return jnp.zeros(1), state, jnp.float32(1), jnp.array(False)
+
+    config = CONFIG.replace(env=Bare(reset=reset, step=step))
+    begin = init_agent if keys.ndim == 0 else jax.vmap(init_agent, (None, 0))
+    agents = begin(config, keys)
+    save_agents(tmp_path, config, agents)
+    loaded = load_agents(tmp_path, env=config.env)[1]
+    assert_same_agents(loaded, agents)
+    assert loaded.env_states.x.shape[-2:] == (0, 3)
 
 
 def test_one_agent_comes_back_as_one(one, tmp_path):
