@@ -3121,7 +3121,14 @@ def show_progress(bar, config, metrics):
     """Move a progress bar on by a chunk's metrics (S, updates): the steps of all agents."""
     mean_return = known_mean(metrics["return"][:, -1])
     bar.set_postfix_str(f"return {mean_return:.1f}", refresh=False)
-    bar.update(metrics["return"].size * config.rollout_size)
+    move_bar(bar, metrics["return"].size * config.rollout_size)
+
+
+def move_bar(bar, n_steps):
+    """Count steps, which tqdm does for a bar that is shown alone."""
+    bar.update(n_steps)
+    if bar.disable:
+        bar.n += n_steps
 
 
 def known_mean(values, axis=None):
@@ -3173,7 +3180,7 @@ class RunReport:
         self.population, self.folder, self.due = population, folder, None
         self.has_saved = has_checkpoint(folder)
         timesteps = n_done * population.config.rollout_size
-        self.bar.update(timesteps * len(population.keys))
+        move_bar(self.bar, timesteps * len(population.keys))
         path = self.run_dir / "metrics.csv"
         if jax.process_index() == 0 and path.exists():
             cut_metrics(path, {str(row["setting"]) for row in population.rows}, timesteps)

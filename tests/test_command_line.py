@@ -323,6 +323,19 @@ def test_sigterm_saves_too_and_a_log_file_gets_lines_meanwhile(tmp_path, cache):
     assert_saved_at_its_last_row(tmp_path / "run")
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_interrupted_run_says_at_which_step_it_is(shown, tmp_path):
+    code = f"""
+import os, signal, sys, ppo_jax, runs
+options = ppo_jax.RunOptions(n_seeds=3, run_dir="run", progress_bar={shown})
+stop = lambda *now: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(ppo_jax.run_training(runs.alone(runs.CONFIG), options, stop))
+"""
+    code, out, error = finish(start(folder=tmp_path, code=code), timeout=100)
+    assert code == 143, error
+    assert "interrupted at 96 of 288 steps; to go on:" in out  # 32 steps of each of three agents
+
+
 def test_ctrl_c_before_the_first_update_leaves_no_folder_or_a_whole_one(tmp_path):
     process = start(*SMALL, "--run-dir", "run", folder=tmp_path)
     assert wait_for(process, (tmp_path / "run" / "config.json").exists)
