@@ -14,7 +14,8 @@
  6 Parts            optimiser, statistics, shapes, the permutation, the convolution
  7 Reading          settings as they are given, checked and kept; presets
  8 Evaluation       evaluate, make_policy
- 9 Populations     10 Run folders     11 Reporting     12 Command line
+ 9 Suites           Brax, MuJoCo Playground, Craftax, Jumanji, Navix, XLand-MiniGrid
+10 Populations     11 Run folders     12 Reporting     13 Command line
 
 Sections 1 to 7 train by themselves, with jax, flax, optax, gymnax and chex: cut the file below
 them. Where implementations of PPO differ, this one does what Stable-Baselines3 does, except where
@@ -56,7 +57,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -93,13 +94,21 @@ class PPOConfig:
     """
 
     # Environment
-    env: Any = static("CartPole-v1", "object", "Environment: a name in gymnax, or module:Class.")
+    env: Any = static(
+        "CartPole-v1", "env", "Environment: a name (--list-envs prints all), or module:Class."
+    )
     env_params: tuple = static((), "arguments", "Parameters of the environment, as in name=1.")
     total_timesteps: int = static(1_000_000, "total", "Steps to train one agent for.")
     n_envs: int = static(64, "size", "Copies of the environment that one agent steps.")
     devices_per_agent: int = static(1, "size", "Devices between which an agent's copies are split.")
     n_steps: int = static(128, "size", "Steps of each copy in a rollout, between two updates.")
     frame_skip: int = static(1, "size", "Repeats of each action; rewards add up, as one step.")
+    reset_pool: int | None = static(
+        None,
+        "count",
+        "Starts drawn for a rollout, shared by its episodes; 0: one drawn for each step; None: 0"
+        " where a reset is cheap, else n_envs.",
+    )
     normalize_obs: bool = static(False, "switch", "Standardise observations as seen so far.")
     normalize_reward: bool = static(False, "switch", "Divide rewards by the deviation of returns.")
     stats_window_size: int = static(100, "size", "Finished episodes that returns are means of.")
@@ -140,6 +149,9 @@ class PPOConfig:
     share_features_extractor: bool = static(
         True, "switch", "Let policy and value network share one CNN or RNN."
     )
+    value_obs: tuple = static(
+        (), "names", "Parts of the observations that the value network alone sees."
+    )
     rnn_hidden_size: int = static(64, "size", "Units of a gru or lstm.")
     sub_traj_len: int = static(16, "size", "Length of sequences that a gru or lstm is trained on.")
     ortho_init: bool = static(True, "switch", "Draw orthogonal initial weights.")
@@ -149,7 +161,7 @@ class PPOConfig:
     sde_sample_freq: int = static(-1, "period", "gSDE: steps between draws; -1: one per rollout.")
 
     def __init__(self, env="CartPole-v1", **given):
-        preset = PRESETS.get(env, {}) if isinstance(env, str) else {}
+        preset = find_preset(env) if isinstance(env, str) else {}
         read_settings(self, {"env": env, **given}, preset)
         check_config(self)
 
@@ -250,8 +262,9 @@ class Agent:
     obs: chex.ArrayTree  # (N, …), what the environments show now
     env_states: chex.ArrayTree  # (N, …)
     memory: chex.ArrayTree | None  # (N, …), of a recurrent policy
-    episode_sums: jax.Array  # (2, N), return and length so far of the episodes under way
-    recent_episodes: jax.Array  # (2, stats_window_size), of finished ones, the newest first
+    # (2 + M, N), return, length and M metrics of the environment so far, of episodes under way
+    episode_sums: jax.Array
+    recent_episodes: jax.Array  # (2 + M, stats_window_size), of finished ones, the newest first
     n_recent: jax.Array  # () int32, how many of these are known
     obs_statistics: dict[str, RunningStatistics] | None  # of normalize_obs, by path
     return_statistics: RunningStatistics | None  # of normalize_reward
@@ -275,6 +288,7 @@ class Rollout(NamedTuple):
     truncated: jax.Array
     final_obs: chex.ArrayTree  # what the step led to, before any reset
     task_id: jax.Array | None = None  # of an environment with several tasks
+    metrics: dict[str, jax.Array] | None = None  # that the environment reports
     memory: chex.ArrayTree | None = None  # of a recurrent policy, before the step
 
 
@@ -311,20 +325,21 @@ def collect_rollout(config, agent, key):
     distribution = jax.eval_shape(policy, agent.obs, agent.memory).distribution
     noise = distribution.noise(noise_key, n_draws)
     keys = jax.random.split(env_key, (2, config.n_steps, config.envs_per_device))
+    pool = draw_pool(config, env, env_key)
 
     def step(carry, inputs):
         obs, env_states, memory = carry
         draw, keys, starts = inputs
         output = policy(obs, memory)
         action = output.distribution.sample(noise[draw])
-        new, outcome = env.step(keys, env_states, action, starts)
+        new, outcome = env.step(keys, env_states, action, starts, pool)
         row = Rollout(obs, action, *outcome, memory)
         memory = forget(network, output.memory, outcome.terminated | outcome.truncated)
         return (*new, memory), row
 
     def block(carry, inputs):
         draw, step_keys, start_keys = inputs
-        starts = jax.vmap(env.reset)(start_keys)
+        starts = draw_starts(env, pool, start_keys)
         return jax.lax.scan(step, carry, (draw, step_keys, starts))
 
     draw = jnp.arange(config.n_steps) // config.noise_steps
@@ -531,13 +546,11 @@ def update(config, agent):
     minibatches = draw_minibatches(config, shuffle_key)
     agent, report = optimise(config, agent, batch, minibatches)
     agent = observe(config, agent, rollout)  # only now: rollout and update see the same numbers
-    episode_return, episode_length = mean_episode(agent)
     values = gather(config, (batch.value, batch.value_target))
     failing_since = find_failures(config, agent, raw, report, n_updates)
     return agent.replace(n_updates=n_updates, failing_since=failing_since), {
         "timesteps": count_timesteps(config, n_updates),
-        "return": episode_return,
-        "length": episode_length,
+        **episode_metrics(agent, rollout),
         "explained_variance": explained_variance(*values),
         **report,
     }
@@ -561,8 +574,8 @@ def init_agent(config, key):
         obs=obs,
         env_states=env_states,
         memory=memory,
-        episode_sums=jnp.zeros((2, config.envs_per_device), jnp.float32),
-        recent_episodes=jnp.zeros((2, config.stats_window_size), jnp.float32),
+        episode_sums=jnp.zeros((2 + len(env.metrics), config.envs_per_device), jnp.float32),
+        recent_episodes=jnp.zeros((2 + len(env.metrics), config.stats_window_size), jnp.float32),
         n_recent=jnp.int32(0),
         **init_statistics(config, env),
         failing_since=jnp.zeros(3, jnp.int32),
@@ -574,7 +587,8 @@ def train(config, key):
     """Train an agent from scratch: a pure function of a config and a key, for jit and vmap.
 
     Returns the agent and metrics, arrays of shape (n_updates,): `timesteps` done; `return` and
-    `length`, means over the latest stats_window_size finished episodes (NaN before the first);
+    `length`, means over the latest stats_window_size finished episodes (NaN before the first), and
+    `episode/name`, such means of what the environment reports of each episode;
     `explained_variance` of the rollout's values; `optimizer_steps` and `skipped_steps`, for a
     gradient that is not finite; and what the loss reports. Raises `ConfigError` before anything
     compiles.
@@ -641,7 +655,7 @@ class ActorCritic(nn.Module):
         features, new_memory = [], {}
         for name in self.encoders():
             init = self.kernel_init(math.sqrt(2))
-            encoder = Encoder(self.obs_spaces, config.policy, init, name=f"{name}_encoder")
+            encoder = Encoder(self.seen(name), config.policy, init, name=f"{name}_encoder")
             latent = encoder(obs)
             if config.policy in RECURRENT:
                 cell = Memory(config.policy, config.rnn_hidden_size, name=f"{name}_memory")
@@ -656,7 +670,15 @@ class ActorCritic(nn.Module):
 
     def encoders(self):
         """Return the names of the encoders: one for both networks, or one for each."""
-        return ("shared",) if self.config.share_features_extractor else ("policy", "value")
+        if self.config.share_features_extractor and not self.config.value_obs:
+            return ("shared",)
+        return ("policy", "value")
+
+    def seen(self, name):
+        """Return the spaces of those observations that an encoder sees."""
+        hidden = self.config.value_obs if name == "policy" else ()
+        spaces = self.obs_spaces
+        return {path: spaces[path] for path in spaces if path.split("/")[0] not in hidden}
 
     def hidden(self, head, widths, latent):
         """Return what the hidden layers of a head make of features (…, F)."""
@@ -1050,6 +1072,7 @@ class Outcome(NamedTuple):
     truncated: jax.Array  # (N,) bool, the time limit alone ended the episode
     final_obs: chex.ArrayTree  # (N, …), what the step led to, before any reset
     task_id: jax.Array | None  # (N,), info["task_id"] of an environment with several tasks
+    metrics: dict[str, jax.Array]  # (N,), info["metrics"], which add up over an episode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -1063,28 +1086,39 @@ class VectorEnv:
     squash_output: bool
     frame_skip: int
     types: Any = None  # of an observation and a state in a loop over steps; None: as they come
+    metrics: tuple = ()  # names of what the environment reports of each step
 
     def reset(self, keys):
         """Return the observations and states (N, …) with which episodes begin. keys: (N,)."""
         return self.cast(jax.vmap(self.env.reset, in_axes=(0, None))(keys, self.env_params))
 
-    def step(self, keys, states, action, starts):
+    def step(self, keys, states, action, starts, pool=None):
         """Step N environments; returns the next (observations, states) and an Outcome.
 
         action: (N, …), as a policy samples it. starts: what `reset` returns, for episodes to begin
         with; gymnax's own step draws them each time, which takes longer than the rest of the step.
+        Or the place in a pool (P + N, …) from which N such starts are taken.
         """
         action = self.to_environment(action)
         new, outcome = self.step_once(keys, states, action)
         for repeat in range(1, self.frame_skip):
-            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, repeat)
+            keys = jax.vmap(side_key, in_axes=(0, None))(keys, repeat)
             later, more = self.step_once(keys, new[1], action)
-            more = more._replace(reward=outcome.reward + more.reward)
+            sums = jax.tree.map(jnp.add, outcome.metrics, more.metrics)
+            more = more._replace(reward=outcome.reward + more.reward, metrics=sums)
             done = outcome.terminated | outcome.truncated
             new, outcome = choose(done, (new, outcome), (later, more))
-        if not self.resets_itself:
-            new = choose(outcome.terminated | outcome.truncated, starts, new)
-        return new, outcome
+        if self.resets_itself:
+            return new, outcome
+        done = outcome.terminated | outcome.truncated
+        if pool is None:
+            return choose(done, starts, new), outcome
+
+        def begin(new):
+            take = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=len(done))
+            return choose(done, jax.tree.map(lambda x: take(x, starts), pool), new)
+
+        return jax.lax.cond(jnp.any(done), begin, lambda new: new, new), outcome
 
     def step_once(self, keys, states, action):
         """Step N environments once, without resets unless the environment's own step resets."""
@@ -1107,13 +1141,16 @@ class VectorEnv:
         truncated = truncated.astype(bool) & ~terminated
         final_obs, _ = self.cast((final_obs, states))
         reward = reward.astype(jnp.float32)
-        outcome = Outcome(reward, terminated, truncated, final_obs, info.get("task_id"))
-        return self.cast((obs, states)), outcome
+        metrics = named_leaves(info.get("metrics", {}))
+        metrics = {name: metrics[name].astype(jnp.float32) for name in sorted(metrics)}
+        more = (info.get("task_id"), metrics)
+        return self.cast((obs, states)), Outcome(reward, terminated, truncated, final_obs, *more)
 
     @property
     def resets_itself(self):
-        """Whether the environment's step is its own rather than gymnax's."""
-        return type(self.env).step.__module__ != "gymnax.environments.environment"
+        """Whether the environment has a step of its own rather than gymnax's."""
+        step = getattr(type(self.env), "step", None)
+        return step is not None and step.__module__ != "gymnax.environments.environment"
 
     def to_environment(self, action):
         """Turn actions as a policy samples them, (N,) or (N, A), into the environment's."""
@@ -1145,32 +1182,49 @@ def make_env(config):
 def bind_env(name, params, squash_output, frame_skip):
     """Make an environment, from its name or itself, once for each set of arguments."""
     with jax.ensure_compile_time_eval():  # arrays made here outlive the trace that asks first
-        if isinstance(name, str):
-            env, env_params = make_by_name(name)
-        else:
-            env, env_params = name, name.default_params
-        env_params = replace_params(name, env_params, params)
-        obs_spaces = read_obs_space(env.observation_space(env_params))
+        env = make_by_name(name) if isinstance(name, str) else name
+        is_suite = hasattr(env, "resets_cost_much")
+        env_params = replace_params(name, env.default_params, params)
+        if not is_suite:
+            obs_spaces = read_obs_space(env.observation_space(env_params))
         action_space = Space(env.action_space(env_params), "actions")
+    if is_suite:  # which traces a reset for this, and above that would run by single operations
+        obs_spaces = read_obs_space(env.observation_space(env_params))
     env = VectorEnv(env, env_params, obs_spaces, action_space, squash_output, frame_skip)
-    return dataclasses.replace(env, types=loop_types(name, env))
+    types, metrics = loop_types(name, env)
+    return dataclasses.replace(env, types=types, metrics=tuple(metrics))
 
 
 def make_by_name(name):
-    """Return the environment and the parameters of a name: suite/name, module:Class or gymnax's."""
+    """Return the environment of a name: suite/name, module:Class or one of gymnax's."""
     if ":" in name:
-        env = make_object(name)
-        return env, env.default_params
+        return make_object(name)
     suite, _, rest = name.rpartition("/")
     try:
-        return SUITES[suite](rest)
-    except OSError as error:
+        return SUITES[suite].make(rest)
+    except ConfigError:
+        raise
+    except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"env: {name!r} needs a network connection to download its data ({error})"
         ) from error
+    except Exception as error:  # whatever the suite raises
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"env: {name!r} can't be made here ({one_line(why)})") from error
 
 
-SUITES = {"": lambda name: import_gymnax().make(name)}  # by the prefix in suite/name
+class Suite(NamedTuple):
+    """Environments whose names have the same prefix, as in suite/name."""
+
+    make: Callable  # from such a name, without the prefix, to the environment
+    names: Callable  # () to the names
+    package: str | None = None  # in which the suite's own objects are defined
+    adapt: Callable | None = None  # from such an object to an environment of gymnax's interface
+
+
+SUITES = {  # by prefix
+    "": Suite(lambda name: import_gymnax().make(name)[0], lambda: import_gymnax().registered_envs)
+}
 
 
 def make_object(path):
@@ -1185,7 +1239,18 @@ def make_object(path):
         refuse("env", path, f"module:Class that can be made ({type(error).__name__}: {error})")
     finally:
         sys.path.pop(0)
+    env = adapt(env)
     check_env(env, path)
+    return env
+
+
+def adapt(env):
+    """Return a suite's own object, or a pair of it and its parameters, with gymnax's interface."""
+    of_suite = env[0] if isinstance(env, tuple) and env else env
+    packages = [kind.__module__.partition(".")[0] for kind in type(of_suite).__mro__]
+    for suite in SUITES.values():
+        if suite.package in packages:
+            return suite.adapt(env)
     return env
 
 
@@ -1206,7 +1271,13 @@ def replace_params(env, env_params, given):
 
 
 def loop_types(name, env):
-    """Return the types that suit observations and states of a reset and a step: the wider ones."""
+    """Return the types that suit observations and states of a reset and a step, and the metrics.
+
+    Of the types of a reset and of a step, the wider ones.
+    """
+
+    def shapes_of(tree):
+        return {path: jnp.shape(leaf) for path, leaf in named_leaves(tree).items()}
 
     def reset_and_step():
         keys = jax.random.split(jax.random.key(0), 1)
@@ -1215,18 +1286,18 @@ def loop_types(name, env):
         start = env.reset(keys)
         for _ in range(2):  # wider states may give wider observations
             after, outcome = env.step_once(keys, start[1], env.to_environment(action))
-            for what, value in zip(("a reward", "terminated", "truncated"), outcome):
+            scalars = dict(zip(("a reward", "terminated", "truncated"), outcome))
+            for what, value in (scalars | outcome.metrics).items():
                 if value.shape != (1,):
                     refuse("env", name, f"such that {what} is a scalar, not of {value.shape[1:]}")
-            shapes = jax.tree.map(jnp.shape, start)
             last = (outcome.final_obs, after[1])
-            if jax.tree.map(jnp.shape, (after, last)) != (shapes, shapes):
+            if not shapes_of(start) == shapes_of(after) == shapes_of(last):
                 refuse("env", name, "such that reset and step give observations and states alike")
             start = choose(outcome.terminated, start, after)
-        return start
+        return start, outcome.metrics
 
     try:
-        types = jax.eval_shape(reset_and_step)
+        types, metrics = jax.eval_shape(reset_and_step)
     except ConfigError:
         raise
     except (TypeError, ValueError, AttributeError) as error:
@@ -1235,7 +1306,7 @@ def loop_types(name, env):
     for path, space in env.obs_spaces.items():
         if path not in shown or shown[path].shape[1:] != tuple(space.shape):
             refuse("env", name, f"such that observations are in its observation_space {space.text}")
-    return types
+    return types, metrics
 
 
 class Space:
@@ -1405,6 +1476,14 @@ def own_key(config, key):
     return jax.random.fold_in(key, jax.lax.axis_index("devices"))
 
 
+def side_key(key, number):
+    """Return a random key that `jax.random.split` doesn't make of the same key.
+
+    `fold_in` alone would: fold_in(key, 1) is the second of split(key, 2).
+    """
+    return jax.random.fold_in(key, jnp.uint32(2**32 - 1) - number)
+
+
 def count_timesteps(config, n_updates):
     """Return the steps of n_updates updates; in a run beyond 31 bits as a float, which rounds."""
     kind = jnp.int32
@@ -1416,14 +1495,17 @@ def count_timesteps(config, n_updates):
 def count_episodes(config, agent, rollout):
     """Return the agent with the returns and lengths of the episodes that a rollout ended."""
     done = rollout.terminated | rollout.truncated
-    per_step = jnp.stack([rollout.reward, jnp.ones_like(rollout.reward)], axis=1)  # (T, 2, N)
+    per_step = [rollout.reward, jnp.ones_like(rollout.reward)]
+    per_step += (rollout.metrics or {}).values()
+    per_step = jnp.stack(per_step, axis=1)  # (T, 2 + M, N)
     sums, episode_sums = discounted_sum(per_step, done[:, None], agent.episode_sums, 1.0)
     sums, done = gather(config, (sums, done))
     n_ended = jnp.cumsum(done.ravel(), dtype=jnp.int32)
     window = agent.recent_episodes.shape[1]
     age = jnp.arange(window)  # 0 is the newest
     n_new = n_ended[-1]
-    new = sums.swapaxes(0, 1).reshape((2, -1))[:, jnp.searchsorted(n_ended, n_new - age)]
+    places = jnp.searchsorted(n_ended, n_new - age)
+    new = sums.swapaxes(0, 1).reshape((len(episode_sums), -1))[:, places]
     old = agent.recent_episodes[:, age - n_new]
     return agent.replace(
         episode_sums=episode_sums,
@@ -1432,8 +1514,14 @@ def count_episodes(config, agent, rollout):
     )
 
 
+def episode_metrics(agent, rollout):
+    """Return what `mean_episode` does, by name."""
+    names = [f"episode/{name}" for name in rollout.metrics]
+    return dict(zip(["return", "length", *names], mean_episode(agent)))
+
+
 def mean_episode(agent):
-    """Return the mean return and length, (2,), of recent episodes; NaN before the first ended."""
+    """Return the means over recent episodes of return, length and metrics; NaN before the first."""
     means = jnp.sum(agent.recent_episodes, axis=1) / jnp.maximum(agent.n_recent, 1)
     return jnp.where(agent.n_recent > 0, means, unknown())
 
@@ -1652,6 +1740,33 @@ class LateModule(types.ModuleType):
 
     def __getattr__(self, name):
         return getattr(importlib.import_module(self.__name__), name)
+
+
+def draw_pool(config, env, key):
+    """Return the starts that a rollout's new episodes share, or None if each has its own.
+
+    The starts: (P + N, …), the last N of which are the first ones again.
+    """
+    size = config.reset_pool
+    if size is None:
+        size = config.n_envs * getattr(env.env, "resets_cost_much", False)
+    if size == 0:
+        return None
+    size = -(-size // config.devices_per_agent)
+    places = np.arange(size + config.envs_per_device) % size
+    starts = env.reset(jax.random.split(side_key(key, 0), size))
+    return jax.tree.map(lambda x: x[places], starts)
+
+
+def draw_starts(env, pool, keys):
+    """Return with what episodes may begin that T steps of N environments end. keys: (T, N).
+
+    Observations and states (T, N, …); or, for a pool, places (T,) from which N starts are taken.
+    """
+    if pool is None:
+        return jax.vmap(env.reset)(keys)
+    size = len(jax.tree.leaves(pool)[0]) - keys.shape[1]
+    return jax.vmap(lambda key: jax.random.randint(key, (), 0, size))(keys[:, 0])
 
 
 def block_length(n_steps):
@@ -1885,10 +2000,21 @@ def read_object(name, value):
     return tuple(value) if isinstance(value, list) else value
 
 
+def read_env(name, value):
+    """Return an environment or its name."""
+    return value if isinstance(value, str) else adapt(value)
+
+
+def read_suite(name, value):
+    """Return the prefix of a suite, gymnax or all."""
+    return read_choice(("all", "gymnax", *filter(None, SUITES)), name, value)
+
+
 READERS = {  # kind of a static setting: how it is read
     "size": functools.partial(read_whole, 1, 2**31 - 1),
     "total": functools.partial(read_whole, 1, 10**18),
     "seed": functools.partial(read_whole, 0, 2**32 - 1),
+    "count": functools.partial(read_whole, 0, 2**31 - 1),
     "period": functools.partial(read_whole, -1, 2**31 - 1),
     "activation": functools.partial(read_choice, tuple(ACTIVATIONS)),
     "vf_loss": functools.partial(read_choice, tuple(VALUE_LOSSES)),
@@ -1901,6 +2027,8 @@ READERS = {  # kind of a static setting: how it is read
     "function": read_function,
     "names": read_names,
     "numbers": functools.partial(read_wholes, 0),
+    "env": read_env,
+    "suite": read_suite,
     "object": read_object,
 }
 NUMBERS = {  # kind of a traced setting: the least and the greatest number, and both in words
@@ -2020,18 +2148,19 @@ def check_env(env, name=None):
         refuse("env", env, f"an object, as {env.__name__}()")
     if not isinstance(env, str):
         for part in ("reset", "step", "default_params", "observation_space", "action_space"):
-            if not hasattr(env, part):
+            if not hasattr(env, part) and not (part == "step" and hasattr(env, "step_env")):
                 right = f"a name or have gymnax's interface; it has no {part}"
                 refuse("env", name or env, right)
     elif ":" not in env:
-        suite, slash, rest = env.rpartition("/")
+        suite, _, rest = env.rpartition("/")
         if suite not in SUITES:
             suites = "".join(f", {known}/name" for known in SUITES if known)
             refuse("env", env, f"a name in gymnax, or module:Class{suites}; there is no such suite")
-        known = import_gymnax().registered_envs
-        if not slash and rest not in known:
-            near = closest(rest, known) or f"; gymnax has {', '.join(known)}"
-            raise ConfigError(f"env: {env!r} is no environment of gymnax{near}")
+        known = SUITES[suite].names()
+        if rest not in known:
+            suite = suite or "gymnax"
+            near = closest(rest, known) or f"; {suite} has {', '.join(known)}"
+            raise ConfigError(f"env: {env!r} is no environment of {suite}{near}")
 
 
 def check_policy(config, env):
@@ -2043,6 +2172,12 @@ def check_policy(config, env):
             raise ConfigError(f"{name}: True needs continuous actions; {shown}")
     if config.squash_output and not np.isfinite(np.subtract(space.high, space.low)).all():
         raise ConfigError(f"squash_output: True needs finite bounds; {shown}")
+    known = {path.split("/")[0] for path in env.obs_spaces} - {""}
+    if config.value_obs and not isinstance(config.policy, str):
+        refuse("value_obs", config.value_obs, "left out with a policy of your own, which sees all")
+    if config.value_obs and not known > set(config.value_obs):
+        right = f"some but not all of {sorted(known)}, the parts of what {config.env!r} shows"
+        refuse("value_obs", config.value_obs, right)
     smallest = {"cnn": 3, "nature_cnn": 36}.get(config.policy, 0)
     for part in env.obs_spaces.values():
         if part.side < smallest and (len(env.obs_spaces) == 1 or part.side >= 3):
@@ -2150,6 +2285,41 @@ PRESETS = {
     "Pong-misc": IMAGES,
 }
 
+# Suites: sizes and coefficients with which each suite's own PPO has been published, for GPUs. Those
+# of single environments were tried on two cores.
+BRAX = dict(total_timesteps=50_000_000, n_envs=2048, n_steps=10, batch_size=640)
+BRAX |= dict(learning_rate="linear_3e-4", normalize_obs=True, normalize_reward=True)
+PLAYGROUND = dict(total_timesteps=30_000_000, n_envs=2048, n_steps=64, batch_size=4096)
+PLAYGROUND |= dict(n_epochs=16, normalize_obs=True, normalize_reward=True)
+CRAFTAX = dict(total_timesteps=10_000_000, n_envs=1024, n_steps=64, batch_size=8192, ent_coef=0.01)
+CRAFTAX |= dict(learning_rate="linear_2e-4", gae_lambda=0.8, max_grad_norm=1.0)
+CRAFTAX |= dict(net_arch=(512, 512, 512), rnn_hidden_size=512)
+GRIDS = dict(n_steps=64, learning_rate="linear_1e-3", ent_coef=0.01, gamma=0.97)
+JUMANJI = GRIDS | dict(gamma=0.99, normalize_obs=True, normalize_reward=True)
+ONE_JOINT = dict(n_envs=64, batch_size=512, learning_rate="linear_1e-3")
+PRESETS |= {
+    "brax": BRAX,
+    "brax/inverted_pendulum": BRAX | ONE_JOINT | dict(total_timesteps=400_000, n_steps=32),
+    "playground": PLAYGROUND,
+    "playground/CartpoleBalance": PLAYGROUND
+    | ONE_JOINT
+    | dict(total_timesteps=600_000, n_epochs=8),
+    "craftax": CRAFTAX,
+    "craftax/Craftax-Classic-Symbolic-v1": CRAFTAX
+    | dict(total_timesteps=1_000_000, n_envs=64, batch_size=512, net_arch=(256, 256))
+    | dict(learning_rate="linear_5e-4"),
+    "jumanji": JUMANJI,
+    "jumanji/Snake-v1": GRIDS | dict(gamma=0.99, policy="cnn", net_arch=()),
+    "navix": GRIDS | dict(policy="mlp"),
+    "xminigrid": GRIDS | dict(policy="gru", net_arch=(64,)),
+}
+
+
+def find_preset(name):
+    """Return the preset of an environment, or else that of its suite."""
+    return PRESETS.get(name) or PRESETS.get(name.rpartition("/")[0], {})
+
+
 TRACED = [field.name for field in dataclasses.fields(PPOConfig) if "traced" in field.metadata]
 STATIC = [name for name in fields_of(PPOConfig) if name not in TRACED]
 
@@ -2224,9 +2394,10 @@ def check_one(agent):
 def make_policy(config, agent):
     """Return `policy(obs, key=None, memory=None)`, which gives an action and the memory after it.
 
-    obs: one observation or a batch (B, …), as the environment shows them; gymnasium's too. key: to
-    sample the action; None: the most probable one. memory: what the call before returned; None when
-    an episode begins. Actions are NumPy arrays as the environment takes them.
+    obs: one observation or a batch (B, …), as the environment shows them; gymnasium's too; with or
+    without the parts of value_obs. key: to sample the action; None: the most probable one. memory:
+    what the call before returned; None when an episode begins. Actions are NumPy arrays as the
+    environment takes them.
     """
     check_one(agent)
     env = make_env(config)
@@ -2242,11 +2413,17 @@ def make_policy(config, agent):
 
     def policy(obs, key=None, memory=None):
         obs = jax.tree.map(np.asarray, obs, is_leaf=lambda x: isinstance(x, list))
-        batch = batch_shape(obs, env.obs_spaces)
+        seen = named_leaves(obs)
+        batch = batch_shape(obs, pick(env.obs_spaces, seen))
         if not batch:
             obs = jax.tree.map(lambda x: x[None], obs)
+        size = batch or (1,)
+        for name in config.value_obs:  # for the value, which is not asked for
+            parts = env.types[0][name]
+            zeros = jax.tree.map(lambda x: np.zeros((*size, *x.shape[1:]), x.dtype), parts)
+            obs = {name: zeros} | obs
         if memory is None:
-            memory = network.initial_memory(*batch or (1,))
+            memory = network.initial_memory(*size)
         action, memory = act_on_batch(obs, key, memory)
         if not batch:
             action = jax.tree.map(lambda x: x[0], action)
@@ -2256,7 +2433,387 @@ def make_policy(config, agent):
 
 
 # ==================================================================================================
-# 9. Populations
+# 9. Suites
+# ==================================================================================================
+
+
+class SuiteState(NamedTuple):
+    """The state of an environment of a suite, with what gymnax's interface asks of a state."""
+
+    inner: Any  # the suite's own state
+    n_steps: jax.Array  # () int32, since the episode began
+    truncated: jax.Array  # () bool
+
+
+@flax.struct.dataclass
+class TimeLimit:
+    """The parameters of environments that know no time limit themselves."""
+
+    max_steps: int  # of an episode
+
+
+@flax.struct.dataclass
+class NoParams:
+    """The parameters of environments without any."""
+
+
+class SuiteEnv:
+    """An environment of a suite with gymnax's interface; each subclass adapts those of one suite.
+
+    A subclass has `start(key, params)`, which returns the suite's own state and the observation,
+    and `advance(key, inner, action, params, n_steps)`, which also returns the reward, terminated,
+    truncated, and a dictionary of numbers whose sums over episodes are reported.
+    """
+
+    resets_cost_much = True  # as much as many steps
+    default_params = NoParams()
+
+    def __init__(self, env):
+        layer = self.env = env
+        while layer is not None:
+            name = type(layer).__name__
+            if re.search("(?<!No)AutoReset|Vmap|Episode", name):
+                right = f"{name} begins episodes or ends them by itself; leave this wrapper out"
+                raise ConfigError(f"env: {right}")
+            layer = vars(layer).get("env", vars(layer).get("_env"))
+
+    def __repr__(self):
+        return f"{type(self.env).__name__}()"
+
+    def __hash__(self):
+        return id(self.env)
+
+    def __eq__(self, other):
+        return isinstance(other, SuiteEnv) and self.env is other.env
+
+    @functools.partial(jax.jit, static_argnums=0)  # traced once, for all that call it
+    def reset(self, key, params):
+        """Return the observation and the state with which an episode begins."""
+        inner, obs = self.start(old_key(key), params)
+        return obs, SuiteState(inner, jnp.int32(0), jnp.array(False))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step_env(self, key, state, action, params):
+        """Return what gymnax's step_env does."""
+        n_steps = state.n_steps + 1
+        result = self.advance(old_key(key), state.inner, action, params, n_steps)
+        inner, obs, reward, terminated, truncated, metrics = result
+        state = SuiteState(inner, n_steps, truncated)
+        return obs, state, reward, terminated, {"metrics": metrics}
+
+    def is_truncated(self, state, params):
+        """Tell whether the time limit was reached."""
+        return state.truncated
+
+    def observation_space(self, params):
+        """Return the space of observations, known by their shapes and types."""
+        return space_of(jax.eval_shape(self.reset, jax.random.key(0), params)[0])
+
+
+class BraxEnv(SuiteEnv):
+    """Brax, https://github.com/google/brax."""
+
+    def __init__(self, env, max_steps=1000):
+        super().__init__(env)
+        self.default_params = TimeLimit(max_steps)
+
+    def start(self, key, params):
+        """Begin an episode."""
+        inner = self.env.reset(key)
+        return inner, inner.obs
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step; without the suite's wrappers, `done` is no time limit."""
+        inner = self.env.step(inner, action)
+        ends = (inner.done > 0.5, n_steps >= params.max_steps)
+        return inner, inner.obs, inner.reward, *ends, inner.metrics
+
+    def action_space(self, params):
+        """Return the space of actions."""
+        from gymnasium import spaces
+
+        return spaces.Box(-1.0, 1.0, (self.env.action_size,))
+
+
+class PlaygroundEnv(BraxEnv):
+    """MuJoCo Playground, https://github.com/google-deepmind/mujoco_playground."""
+
+    def __init__(self, env):
+        super().__init__(env, env._config.episode_length)
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step; one that leads to numbers that are not finite ends the episode."""
+        inner, obs, reward, *more = super().advance(key, inner, action, params, n_steps)
+        clean = functools.partial(jnp.nan_to_num, posinf=0.0, neginf=0.0)
+        return inner, *jax.tree.map(clean, (obs, reward)), *jax.tree.map(clean, more)
+
+
+class CraftaxEnv(SuiteEnv):
+    """Craftax, https://github.com/MichaelTMatthews/Craftax."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.default_params = env.default_params
+
+    def start(self, key, params):
+        """Begin an episode."""
+        obs, inner = self.env.reset_env(key, params)
+        return inner, obs
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step; achievements are told when an episode ends, in percent."""
+        obs, inner, reward, _, info = self.env.step_env(key, inner, action, params)
+        endless = params.replace(max_timesteps=np.iinfo(np.int32).max)
+        ends = (self.env.is_terminal(inner, endless), inner.timestep >= params.max_timesteps)
+        metrics = {name: x for name, x in info.items() if name.startswith("Achievements/")}
+        return inner, obs, reward, *ends, metrics
+
+    def action_space(self, params):
+        """Return the space of actions."""
+        return self.env.action_space(params)
+
+
+class JumanjiEnv(SuiteEnv):
+    """Jumanji, https://github.com/instadeepai/jumanji; the rewards of several agents add up."""
+
+    def __init__(self, env):
+        if env.reward_spec.shape:
+            env = importlib.import_module("jumanji.wrappers").MultiToSingleWrapper(env)
+        super().__init__(env)
+        spec = env.action_spec
+        mask = getattr(env.observation_spec, "action_mask", None)
+        self.sizes = tuple(np.ravel(getattr(spec, "num_values", ())).tolist())
+        # Whether the mask tells which combinations of an action's parts are allowed.
+        self.is_combined = mask is not None and len(self.sizes) > 1 and mask.shape == self.sizes
+        if mask is not None and spec.shape and not self.is_combined:
+            self.sizes = (mask.shape[1],) * mask.shape[0]
+
+    def start(self, key, params):
+        """Begin an episode."""
+        inner, timestep = self.env.reset(key)
+        return inner, encode(self.env.observation_spec, timestep.observation)
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step; what the suite's `extras` are when an episode ends is reported."""
+        if self.is_combined:
+            action = jnp.stack(jnp.unravel_index(action, self.sizes))
+        inner, timestep = self.env.step(inner, action.astype(self.env.action_spec.dtype))
+        obs = encode(self.env.observation_spec, timestep.observation)
+        is_last, is_over = timestep.last(), timestep.discount == 0
+        extras = named_leaves(timestep.extras)
+        metrics = {name: jnp.where(is_last, x, 0.0) for name, x in extras.items()}
+        return inner, obs, timestep.reward, is_last & is_over, is_last & ~is_over, metrics
+
+    def action_space(self, params):
+        """Return the space of actions."""
+        from gymnasium import spaces
+
+        spec = self.env.action_spec
+        if not self.sizes:
+            low, high = np.broadcast_arrays(spec.minimum, spec.maximum, np.empty(spec.shape))[:2]
+            return spaces.Box(low, high)
+        if self.is_combined or not spec.shape:
+            return spaces.Discrete(math.prod(self.sizes))
+        return spaces.MultiDiscrete(self.sizes)
+
+
+def encode(spec, x):
+    """Return observations of Jumanji as a network takes them.
+
+    Integers of few values become one-hot vectors, those of many a number from 0 to 1.
+    """
+    parts = {name: part for name, part in vars(spec).items() if hasattr(part, "validate")}
+    if parts:
+        return {name: encode(part, getattr(x, name)) for name, part in parts.items()}
+    x = jnp.asarray(x, spec.dtype)
+    if not jnp.issubdtype(spec.dtype, jnp.integer) or not hasattr(spec, "maximum"):
+        return x
+    low, high = int(np.asarray(spec.minimum).min()), int(np.asarray(spec.maximum).max())
+    if 1 < high - low < 64:
+        return planes((x - low)[..., None], [high - low + 1])
+    return (x - jnp.float32(low)) / (high - low)
+
+
+class NavixEnv(SuiteEnv):
+    """Navix, https://github.com/epignatelli/navix."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.default_params = TimeLimit(env.max_steps)
+
+    def start(self, key, params):
+        """Begin an episode."""
+        inner = self.env.reset(key)
+        return inner, self.show(inner)
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step, without the suite's own reset."""
+        env = self.env.replace(max_steps=params.max_steps)
+        inner = env._step(inner, action)
+        ends = (inner.is_termination(), inner.is_truncation())
+        return inner, self.show(inner), inner.reward, *ends, {}
+
+    def show(self, inner):
+        """Return an observation, a grid of identifiers as planes of zeros and ones."""
+        if self.env.observation_fn.__name__.startswith("symbolic"):
+            return planes(inner.observation, [11, 6, 4])  # tags, colours, states
+        return inner.observation
+
+    def action_space(self, params):
+        """Return the space of actions."""
+        from gymnasium import spaces
+
+        return spaces.Discrete(len(self.env.action_set))
+
+
+class MiniGridEnv(SuiteEnv):
+    """XLand-MiniGrid, https://github.com/dunnolab/xland-minigrid. env: what its `make` returns."""
+
+    def __init__(self, env):
+        self.given = None  # parameters beside the environment
+        if isinstance(env, tuple):
+            self.given = env[1]
+        else:
+            env = (env, env.default_params())
+        super().__init__(env[0])
+        self.default_params = env[1]
+        rules = getattr(env[1], "ruleset", None)
+        if rules is not None and not np.any(np.asarray(rules.goal)):
+            right = "a ruleset: env=(env, params), as xminigrid.make gives them, with one in params"
+            raise ConfigError(f"env: {self!r} has no goal without {right}")
+
+    def __hash__(self):
+        return id(self.env)
+
+    def __eq__(self, other):
+        return super().__eq__(other) and self.given is other.given
+
+    def start(self, key, params):
+        """Begin an episode."""
+        inner = self.env.reset(params, key)
+        return inner, self.show(inner)
+
+    def advance(self, key, inner, action, params, n_steps):
+        """Do a step."""
+        inner = self.env.step(params, inner, action)
+        is_last, is_over = inner.last(), inner.discount == 0
+        return inner, self.show(inner), inner.reward, is_last & is_over, is_last & ~is_over, {}
+
+    def show(self, inner):
+        """Return an observation, grids of identifiers as planes of zeros and ones."""
+
+        def show_part(x):
+            if x.ndim == 3 and x.shape[-1] == 2:
+                return planes(x, [13, 12])  # tiles and colours
+            return x
+
+        return jax.tree.map(show_part, inner.observation)
+
+    def action_space(self, params):
+        """Return the space of actions."""
+        from gymnasium import spaces
+
+        return spaces.Discrete(self.env.num_actions(params))
+
+
+def planes(identifiers, sizes):
+    """Return one-hot vectors (…, sum(sizes)) of identifiers (…, len(sizes)), as booleans."""
+    parts = []
+    for i, size in enumerate(sizes):
+        parts.append(jax.nn.one_hot(identifiers[..., i], size, dtype=bool))
+    return jnp.concatenate(parts, axis=-1)
+
+
+def space_of(obs):
+    """Return the space of observations whose shapes and types are given."""
+    from gymnasium import spaces
+
+    if isinstance(obs, Mapping):
+        return spaces.Dict({name: space_of(part) for name, part in obs.items()})
+    bounds = {jnp.bool_: (0, 1), jnp.uint8: (0, 255)}
+    low, high = bounds.get(obs.dtype.type, (-np.inf, np.inf))
+    return spaces.Box(low, high, obs.shape, obs.dtype)
+
+
+def old_key(key):
+    """Return a random key as integers, for suites that know no others."""
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(key)
+    return key
+
+
+def suite_of(module, project, adapt, make, names):
+    """Return the Suite of a module that is imported when one of its environments is asked for.
+
+    project: what pip calls it. make: from the module and a name to the suite's own object. names:
+    from the module to those that can be made.
+    """
+
+    def load():
+        try:
+            return importlib.import_module(module)
+        except Exception as error:  # whatever a suite does that does not fit what is installed
+            why = one_line(f"{type(error).__name__}: {error}")
+            why = f"{module} can't be imported ({why}); pip install {project}"
+            raise ConfigError(f"env: {why}") from error
+
+    return Suite(
+        make=lambda name: adapt(make(load(), name)),
+        names=lambda: sorted(names(load())),
+        package=module.partition(".")[0],
+        adapt=adapt,
+    )
+
+
+CRAFTAX = ("Symbolic-v1", "Pixels-v1", "Classic-Symbolic-v1", "Classic-Pixels-v1")
+SUITES |= {
+    "brax": suite_of(
+        "brax.envs",
+        "brax",
+        BraxEnv,
+        make=lambda brax, name: brax.get_environment(name, backend="positional"),
+        names=lambda brax: brax._envs,
+    ),
+    "playground": suite_of(
+        "mujoco_playground",
+        "playground",
+        PlaygroundEnv,
+        make=lambda module, name: module.registry.load(name, config_overrides={"impl": "jax"}),
+        names=lambda module: module.registry.ALL_ENVS,
+    ),
+    "craftax": suite_of(
+        "craftax.craftax_env",
+        "craftax",
+        CraftaxEnv,
+        make=lambda craftax, name: craftax.make_craftax_env_from_name(name, auto_reset=False),
+        names=lambda craftax: [f"Craftax-{kind}" for kind in CRAFTAX],
+    ),
+    "jumanji": suite_of(
+        "jumanji",
+        "jumanji",
+        JumanjiEnv,
+        make=lambda jumanji, name: jumanji.make(name),
+        names=lambda jumanji: jumanji.registered_environments(),
+    ),
+    "navix": suite_of(
+        "navix",
+        "navix",
+        NavixEnv,
+        make=lambda navix, name: navix.make(name),
+        names=lambda navix: navix.registry(),
+    ),
+    "xminigrid": suite_of(
+        "xminigrid",
+        "xminigrid",
+        MiniGridEnv,
+        make=lambda xminigrid, name: xminigrid.make(name),
+        names=lambda xminigrid: xminigrid.registered_environments(),
+    ),
+}
+
+
+# ==================================================================================================
+# 10. Populations
 # ==================================================================================================
 
 
@@ -2539,10 +3096,10 @@ def exchange(names, n_agents, config, agents):
     Jaderberg et al., "Population Based Training of Neural Networks", 2017,
     https://arxiv.org/abs/1711.09846
     """
-    episode_return, _ = jax.vmap(mean_episode)(agents)[:n_agents].T
+    episode_return = jax.vmap(mean_episode)(agents)[:n_agents, 0]
     order = jnp.argsort(jnp.where(jnp.isnan(episode_return), -jnp.inf, episode_return))
     n_copies = max(1, n_agents // 5)
-    key = jax.random.fold_in(agents.key[0], agents.n_updates[0])
+    key = side_key(agents.key[0], agents.n_updates[0].astype(jnp.uint32))
     source_key, *keys = jax.random.split(key, 1 + len(names))
     best = jax.random.choice(source_key, order[-n_copies:], (n_copies,))
     source = jnp.arange(n_agents).at[order[:n_copies]].set(best)
@@ -2865,7 +3422,7 @@ def spread(function, config, agents, *shared):
 
 
 # ==================================================================================================
-# 10. Run folders
+# 11. Run folders
 # ==================================================================================================
 
 
@@ -3094,7 +3651,7 @@ def read_file(path):
 
 
 # ==================================================================================================
-# 11. Reporting
+# 12. Reporting
 # ==================================================================================================
 
 
@@ -3105,7 +3662,8 @@ def make_bar(shown, config, n_agents, n_updates):
     """
     import tqdm
 
-    in_notebook = "ipykernel" in sys.modules
+    ipython = sys.modules.get("IPython")  # which some suites import in a shell too
+    in_notebook = ipython is not None and ipython.get_ipython() is not None
     if shown is None:
         shown = in_notebook
     size = n_agents * config.rollout_size
@@ -3539,7 +4097,7 @@ def import_logger(package, setting):
 
 
 # ==================================================================================================
-# 12. Command line
+# 13. Command line
 # ==================================================================================================
 
 
@@ -3577,6 +4135,9 @@ class RunOptions:
     )
     reset_num_timesteps: bool = static(
         False, "switch", "With --resume: count steps from 0, reset environments."
+    )
+    list_envs: str | None = static(
+        None, "suite", "Print the names of environments, of one suite or of all; train nothing."
     )
     eval: str | None = static(None, "text", "Folder of a run: play its agents, train nothing.")
     agent: tuple = static(
@@ -3657,6 +4218,8 @@ def make_parser(defaults):
         flags = [f"--{name.replace('_', '-')}"]
         if name in of_agent or field.metadata["kind"] in ("names", "numbers"):
             options["nargs"] = "*"
+        if name == "list_envs":
+            options |= dict(nargs="?", const="all")
         if field.metadata["kind"] == "switch":
             flags.append(flags[0].replace("--", "--no-"))
             options |= dict(action=SwitchFlag, nargs=options.get("nargs", 0))
@@ -3780,7 +4343,7 @@ def several_values(kind, given):
     """
     if not isinstance(given, list):
         return [given]
-    if kind not in ("sizes", "arguments"):
+    if kind not in ("sizes", "arguments", "names"):
         return given
     words = [entry for entry in given if isinstance(entry, str)]
     names = [word.split("=")[0] for word in words]
@@ -4155,6 +4718,23 @@ def run_evaluation(options):
     return 0
 
 
+def list_environments(which):
+    """Print the names of a suite's environments, or of all suites'; returns the exit code."""
+    for prefix, suite in SUITES.items():
+        if which not in ("all", prefix or "gymnax"):
+            continue
+        try:
+            names = suite.names()
+        except ConfigError as error:  # not installed
+            if which != "all":
+                raise
+            complain(str(error))
+            continue
+        for name in names:
+            print(f"{prefix}/{name}".strip("/"))
+    return 0
+
+
 class QuietStream:
     """A stream of text that may be closed: what nobody reads is dropped, and nothing fails."""
 
@@ -4221,6 +4801,8 @@ def run_command(argv):
         if options.compilation_cache and not cache.startswith("~"):  # without a home
             jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "ppo_jax"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        if options.list_envs is not None:
+            return list_environments(options.list_envs)
         if options.eval is not None:
             return run_evaluation(options)
         return run_training(settings, options, described=described)

@@ -179,6 +179,9 @@ def test_verbose_0_prints_nothing_and_a_device_can_be_chosen(tmp_path, capfd):
 
 
 def test_verbose_1_shows_progress_unless_told_not_to(tmp_path, capsys):
+    """As in a log file, also where a notebook's packages were imported by something else."""
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("IPython")
     for name, flag in (("with", "--progress-bar"), ("without", "--no-progress-bar")):
         assert main([*SMALL, "--run-dir", str(tmp_path / name), flag]) == 0
         out, error = capsys.readouterr()

@@ -31,7 +31,17 @@ from helpers import jit
 from runs import PROGRAM, SMALL, UNCACHED, assert_one_line
 
 import ppo_jax
-from ppo_jax import PRESETS, ConfigError, PPOConfig, evaluate, init_agent, main, make_env, train
+from ppo_jax import (
+    PRESETS,
+    ConfigError,
+    PPOConfig,
+    evaluate,
+    find_preset,
+    init_agent,
+    main,
+    make_env,
+    train,
+)
 
 NAMES = [name for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"]  # needs a network
 CONTINUOUS = (
@@ -68,8 +78,12 @@ def test_every_preset_is_a_valid_config(name):
     assert config.rollout_size % config.minibatch_size == 0
 
 
-def test_presets_name_environments():
-    assert set(PRESETS) <= set(gymnax.registered_envs)
+def test_presets_name_environments_or_suites():
+    of_suites = {name for name in PRESETS if name.partition("/")[0] in ppo_jax.SUITES}
+    assert PRESETS.keys() - of_suites <= set(gymnax.registered_envs)
+    assert find_preset("brax/inverted_pendulum") is PRESETS["brax/inverted_pendulum"]
+    assert find_preset("brax/ant") is PRESETS["brax"]
+    assert find_preset("DeepSea-bsuite") == find_preset("mine/Corridor") == {}
 
 
 @pytest.mark.parametrize("squash_output", [False, True])
@@ -203,7 +217,7 @@ def test_bounds_on_one_side_cannot_be_squashed_to(high):
         (None, "env: None .* has no reset"),
         (["CartPole-v1"], "env: .*CartPole-v1.* has no reset"),
         ("", "env: '' is no environment of gymnax; gymnax has CartPole-v1.*FrozenLake-misc"),
-        ("brax/ant", "env: 'brax/ant' .* suite"),
+        ("bricks/ant", "env: 'bricks/ant' .* suite"),
         ("cartpole", "env: 'cartpole' is no environment of gymnax; did you mean CartPole-v1"),
     ],
     ids=["class", "object", "no step", "None", "list", "empty", "no suite", "misspelt"],
