@@ -2303,7 +2303,7 @@ PRESETS |= {
     "playground": PLAYGROUND,
     "playground/CartpoleBalance": PLAYGROUND
     | ONE_JOINT
-    | dict(total_timesteps=600_000, n_epochs=8),
+    | dict(total_timesteps=2_000_000, n_epochs=8),
     "craftax": CRAFTAX,
     "craftax/Craftax-Classic-Symbolic-v1": CRAFTAX
     | dict(total_timesteps=1_000_000, n_envs=64, batch_size=512, net_arch=(256, 256))
